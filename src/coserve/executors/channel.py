@@ -22,9 +22,11 @@ from coserve.parallel.ranks import Rank
 PLAN, COMMAND, RESULT, REPLY = b"P", b"C", b"R", b"A"
 FAILED, AGAIN = b"F", b"G"
 AS_IT_IS, NARROWER = b"=", b"<"  # after AGAIN
+ENDED = b"E"  # of a rank, which fails: when, by the machine's clock, and why
 NUMBER: Final = struct.Struct(">Q")
 PAUSES: Final = struct.Struct(">QQ")
-ALIVE: Final = b"."
+ASKED: Final = 0  # in place of the number of a pause: whether it waits for other ranks
+ALIVE, WAITS, WORKS = b".", b"w", b"r"  # a heartbeat; and what ranks answer
 
 
 class ExecutorStart(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, ExecutorSpec, FetchAdapter, R, ReadMemory, ReadState
 from coserve.executors.parameters import RemoteParameters, ShapedPlacement
 from coserve.executors.transport import WorkerTransport
-from coserve.executors.worker_process import WorkerProcess, wait_for_any
+from coserve.executors.worker_process import QUIET, WorkerProcess, wait_for_any
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
 from coserve.model.load import load_base
@@ -43,6 +43,7 @@ from coserve.wire.frames import send_frame
 from coserve.wire.plans import decode_result, encode_plan
 
 _AHEAD: Final = 16384  # bytes of a plan that surely fit into a socket while the process still runs one
+_SILENCE: Final = 6.0  # seconds without a heartbeat of all ranks; a supervisor's patience is 8
 _GATHER: Final = (FetchAdapter, ReadState)  # commands in which ranks talk to each other beside steps
 
 
@@ -73,6 +74,7 @@ class RemoteExecutor(WorkerTransport):
         self.process = self.workers[0].process
         self._pausing, self._gathering = threading.Lock(), threading.Lock()
         self._pauses = self._withdrawn = 0
+        self._beating: set[WorkerProcess] = set()
         self._on_progress: Callable[[], object] = int  # nothing
         opened = self._open(ExecutorStart(model, config, torch.get_num_threads(), tokenizer))
         self._spec = opened
@@ -92,7 +94,8 @@ class RemoteExecutor(WorkerTransport):
         message = PLAN + pauses + encode_plan(plan)
         if len(message) > _AHEAD:  # as in `call`; a process that is stuck does nothing but receive
             self._end_plans(waits=False)
-        self._signs()  # drops heartbeats of earlier plans
+        self._signs()
+        self._beating.clear()  # drops heartbeats of earlier plans
         self._send(message)
         super().launch(plan)
 
@@ -186,7 +189,7 @@ class RemoteExecutor(WorkerTransport):
     def _next(self, goes_on: Callable[[bytes], bool] = lambda _: True) -> list[bytes]:
         """Waits for the next message of each process; reports heartbeats meanwhile. Returns those that are
         there where one of them says that the others' will not come."""
-        found: dict[WorkerProcess, bytes] = {}
+        found, quiet = dict[WorkerProcess, bytes](), 0.0
         with self._together():
             while left := [worker for worker in self.workers if worker not in found]:
                 ready = [worker for worker in left if worker.is_there()] or wait_for_any(left)
@@ -195,13 +198,27 @@ class RemoteExecutor(WorkerTransport):
                         found[worker] = worker.read()
                         if not goes_on(found[worker]):
                             return [found[worker]]
-                if not ready and self._signs():
-                    self._on_progress()
+                if ready or self._signs():
+                    quiet = 0.0
+                    if not ready:
+                        self._on_progress()
+                elif (quiet := quiet + QUIET) >= _SILENCE:
+                    self._expect_progress()
+                    quiet = 0.0
         return [found[worker] for worker in self.workers]
 
+    def _expect_progress(self) -> None:
+        """Raises EngineLost where some ranks wait for others, which do not move."""
+        hanging = [worker for worker in self.workers if worker.hangs()]
+        if 0 < len(hanging) < len(self.workers):
+            raise EngineLost(f"{hanging[0].name} hangs: the others have waited {_SILENCE:g} s for it")
+
     def _signs(self) -> bool:
-        """Tells whether a heartbeat of every process has come since the last call."""
-        return all([worker.signs() for worker in self.workers])
+        """Tells whether a heartbeat of every process has come since the last time that one had."""
+        self._beating |= {worker for worker in self.workers if worker.signs()}
+        if is_alive := len(self._beating) == len(self.workers):
+            self._beating.clear()
+        return is_alive
 
     def _is_there(self) -> bool:
         return self.workers[0].is_there()
@@ -215,10 +232,24 @@ class RemoteExecutor(WorkerTransport):
         except EngineLost as error:
             if len(self.workers) == 1:
                 raise
-            killed = [worker for worker in self.workers if (worker.process.poll() or 0) < 0]
-            lost = killed[0].gone() if killed else error
+            lost = self._cause() or error
+            for worker in self.workers:
+                worker.process.kill()  # one that is stopped would not end by itself
             self.close()
             raise lost from error
+
+    def _cause(self) -> EngineLost | None:
+        """What ended the ranks: a signal to one of them, or the failure that came first. Others fail as they
+        wait for that one."""
+        for worker in self.workers:
+            worker.listen()
+        if killed := [worker for worker in self.workers if (worker.process.poll() or 0) < 0]:
+            return killed[0].gone()
+        failed = [(worker.failed, worker) for worker in self.workers if worker.failed is not None]
+        if not failed:
+            return None
+        (_, why), worker = min(failed, key=lambda one: one[0])
+        return EngineLost(f"{worker.name} has failed: {why}")
 
 
 _ONE: Final = "the executor's process"

@@ -7,15 +7,18 @@ import socket
 import subprocess
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
+import msgspec
+
 from coserve.errors import EngineLost
-from coserve.executors.channel import NUMBER
+from coserve.executors.channel import ASKED, ENDED, NUMBER, WAITS
 from coserve.wire.frames import FrameReader, send_frame
 
 _BESIDE: Final = 4  # concurrent calls beside steps; more wait
 _ENDING: Final = 5.0  # seconds for the process to end by itself
+_ANSWER: Final = 1.0  # seconds for a process to say whether it waits
 QUIET: Final = 0.25  # seconds between checks for heartbeats
 
 Start = Callable[[Sequence[int]], "subprocess.Popen[bytes]"]  # of a process that serves these descriptors
@@ -29,6 +32,7 @@ class WorkerProcess:
         pairs = [socket.socketpair() for _ in range(2 + _BESIDE)]
         theirs = [other for _, other in pairs]
         self.name = name
+        self.failed: tuple[float, str] | None = None  # when, and why, as it has said
         self.process = start([sock.fileno() for sock in theirs])
         for sock in theirs:
             sock.close()
@@ -53,7 +57,27 @@ class WorkerProcess:
             message = self._messages.read()
         if message is None:
             raise self.gone()
+        if message[:1] == ENDED:
+            self.failed = msgspec.msgpack.decode(message[1:], type=tuple[float, str])
+            raise EngineLost(f"{self.name} has failed: {self.failed[1]}")
         return message
+
+    def listen(self) -> None:
+        """Reads why the process has failed, if it has."""
+        with suppress(EngineLost, TimeoutError):
+            while self.failed is None:
+                self.read()
+
+    def hangs(self) -> bool:
+        """Tells whether a rank is what the others wait for: it does not say that it waits for them."""
+        with self._lost():
+            self.signs()
+            self.signals.sendall(NUMBER.pack(ASKED))
+            select.select([self.signals], [], [], _ANSWER)
+            try:
+                return WAITS not in self.signals.recv(4096, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
 
     def is_there(self) -> bool:
         """Tells whether something has come that was not read."""

@@ -14,8 +14,26 @@ T = TypeVar("T")
 _WORDS: Final = ("can't allocate memory", "not enough memory", "out of memory", "out_of_memory", "bad_alloc")
 
 
+_contains = True
+
+
+def contain_nothing() -> None:
+    """Has shortages of memory end this process, which is one of several that compute together: it would go
+    on otherwise than the others do."""
+    global _contains
+    _contains = False
+
+
+def contains() -> bool:
+    """Tells whether failures of a part of a step may end that part alone."""
+    return _contains
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an allocation failed: of a GPU's memory, of the processor's, or of Python's own."""
+    """Tells whether an allocation failed, of a GPU's memory, of the processor's, or of Python's own, and
+    others can go on."""
+    if not _contains:
+        return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)

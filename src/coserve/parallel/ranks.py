@@ -5,8 +5,8 @@ gives is the same on all ranks, bit for bit: rounding makes no rank decide other
 """
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -31,6 +31,7 @@ class Ranks:
     """One rank alone, to which collectives give back what it gave. `Group` has several."""
 
     number, count = 0, 1
+    is_waiting = False  # for others, in a collective
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors, which replaces `x`."""
@@ -93,8 +94,17 @@ class Group(Ranks):
         self.number, self.count = number, count
         self._steps, self._beside, self._device = steps, beside, device
 
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
+
     def sum(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=self._steps)
+        with self._waiting():
+            dist.all_reduce(x, group=self._steps)
         return x
 
     def columns(self, x: Tensor) -> Tensor:
@@ -106,12 +116,14 @@ class Group(Ranks):
     def _joined(self, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         own = x.to(self._device).contiguous()
         parts = [torch.empty_like(own) for _ in range(self.count)]
-        dist.all_gather(parts, own, group=group)
+        with self._waiting():
+            dist.all_gather(parts, own, group=group)
         return torch.cat(parts, dim).to(x.device)
 
     def of(self, rank: int, x: Tensor) -> Tensor:
         found = x.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(found, src=rank, group=self._steps)
+        with self._waiting():
+            dist.broadcast(found, src=rank, group=self._steps)
         return found
 
     def totals(self, numbers: Sequence[float]) -> list[float]:
@@ -123,7 +135,8 @@ class Group(Ranks):
 
     def first(self, value: Any) -> Any:
         told = [value]
-        dist.broadcast_object_list(told, src=0, group=self._steps)
+        with self._waiting():
+            dist.broadcast_object_list(told, src=0, group=self._steps)
         return told[0]
 
     def summed(self, x: Tensor) -> Tensor:
@@ -196,10 +209,3 @@ def join(rank: Rank, device: torch.device, patience: float = _PATIENCE) -> Ranks
     steps = dist.group.WORLD
     assert steps is not None, "it was made above"
     return Group(rank.number, rank.count, steps, dist.new_group(), device)
-
-
-def leave() -> None:
-    """Leaves the group, if there is one."""
-    with suppress(RuntimeError, ValueError):
-        if dist.is_initialized():
-            dist.destroy_process_group()

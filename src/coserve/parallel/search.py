@@ -3,8 +3,8 @@
 The linear's own cut gives the states of the bypass's input and output. Between the operators of the bypass
 stand changes of state, also between their gradients. Every assignment of states is enumerated that computes,
 forward and back, what one rank computes; which assignments do is decided by types alone
-(`bypass_graph.output_state`, `gradient_states`). The cheapest is the one whose collectives take least time; of
-those that take the same time, the one of which a rank holds least.
+(`bypass_graph.output_state`, `gradient_states`). The cheapest is the one whose collectives take least time;
+of those that take the same time, the one of which a rank holds least.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from coserve.core.contained import contained
 from coserve.errors import CoserveError, JobError, OutOfMemory, PassFailed
-from coserve.memory.exhausted import is_out_of_memory, words_of
+from coserve.memory.exhausted import contains, is_out_of_memory, words_of
 from coserve.train.pause import LayerAbandoned
 
 
@@ -31,6 +31,8 @@ class Shortages:
         except (LayerAbandoned, PassFailed):
             raise
         except BaseException as error:
+            if not (contains() or isinstance(error, CoserveError)):
+                raise  # other ranks' jobs may not have failed
             if is_out_of_memory(error):
                 failure = OutOfMemory(f"job {job} ran out of memory: {words_of(error)}")
             else:

@@ -46,6 +46,7 @@ from coserve.executors.executor import (
     ReadState,
     SetLimits,
 )
+from coserve.executors.remote import RemoteExecutor
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.executors.step_executor import StepExecutor
 from coserve.executors.virtual_clock import VirtualClock
@@ -78,7 +79,9 @@ OPENS: dict[str, Callable[..., Opened]] = {
     "local": open_local,
     "deterministic": open_deterministic,
     "remote": open_remote,
+    "ranks": lambda model, config: open_remote(model, replace(config, tensor_parallel=2)),
 }
+ELSEWHERE = "remote", "ranks"
 IDENTITY = Identity("digest", 0, 1, 1)
 PAUSES: WeakKeyDictionary[Executor, int] = WeakKeyDictionary()  # of each executor; ids are used again
 KEYS, PAGES = itertools.count(1), itertools.count()
@@ -95,8 +98,8 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture(scope="module", params=list(OPENS))
 def opened(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Iterator[Opened]:
     yield (opened := OPENS[request.param](tiny(MODEL), CONFIG))
-    if request.param == "remote":
-        opened.executor.close()
+    if request.param in ELSEWHERE:
+        opened.executor.close()  # type: ignore[attr-defined]
 
 
 class AmongBases(Executor):
@@ -159,7 +162,7 @@ def executor(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Itera
         yield AmongBases(open_local(tiny(MODEL), CONFIG).executor)
         return
     yield (executor := OPENS[request.param](tiny(MODEL), CONFIG).executor)
-    if request.param == "remote":
+    if request.param in ELSEWHERE:
         executor.close()  # type: ignore[attr-defined]
 
 
@@ -168,6 +171,10 @@ def draws() -> Random:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     return Random(seed)
+
+
+def ranks_of(executor: Executor) -> int:
+    return len(executor.workers) if isinstance(executor, RemoteExecutor) else 1
 
 
 def layers_of(executor: Executor) -> int:
@@ -391,6 +398,8 @@ def test_a_plan_that_is_not_pausable_runs_whole(executor: Executor, draws: Rando
 @contextmanager
 def all_run_short(executor: Executor) -> Iterator[None]:
     """Memory runs out in every pass that several share."""
+    if ranks_of(executor) > 1:
+        pytest.skip("ranks end where memory does not last: others would go on otherwise")
     if isinstance(executor, VirtualClock):
         executor.is_short = lambda plan: True
     with short_memory(100):
@@ -492,7 +501,9 @@ def test_weights_come_and_go_by_command(opened: Opened) -> None:
     assert all(isinstance(bypass, Bypass) for _, bypass in found.placed())
     for name, tensor in first.parameters().items():
         assert torch.equal(found.parameters()[name], tensor), name
-    assert executor.call(ReadMemory()).adapters == held.adapters + other.nbytes
+    own = held.sessions[job][Account.ADAPTERS]  # of a rank less than all
+    assert own < other.nbytes if ranks_of(executor) > 1 else own == other.nbytes
+    assert executor.call(ReadMemory()).adapters == held.adapters + own
     executor.call(DropAdapters((other.key, "nobody@3")))
     assert executor.call(ReadMemory()).adapters == held.adapters
     with pytest.raises(AdapterNotFound, match="copied"):
@@ -570,7 +581,7 @@ def test_limits_and_grammars_are_taken(opened: Opened) -> None:
     assert opened.executor.spec.sequences == CONFIG.max_running
 
 
-@pytest.mark.parametrize("name", list(OPENS))
+@pytest.mark.parametrize("name", [name for name in OPENS if name != "ranks"])
 def test_how_the_base_is_streamed_is_told(name: str, patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = save(tiny(MODEL), tmp_path)
     whole = load_base(folder).nbytes
