@@ -553,6 +553,36 @@ def test_a_session_is_saved_and_goes_on_as_it_would_have(opened: Opened, draws: 
     assert same(found, expected)
 
 
+@pytest.mark.parametrize("from_here", [True, False])
+def test_a_session_goes_on_where_there_are_other_ranks(
+    opened: Opened, draws: Random, from_here: bool
+) -> None:
+    """Its state is that of one rank: it comes from the executor, or goes to it."""
+    local = open_local(tiny(MODEL), CONFIG).executor
+    first, second = (opened.executor, local) if from_here else (local, opened.executor)
+    job = begin(first)
+    batches = [micro_batch(first, draws, job) for _ in range(2)]
+    travel(first, batches[0], cut=12)
+    run(first, BasePlan(updates=(OptimStep(job, 1e-3, max_grad_norm=0.05),)))
+    state = first.call(ReadState(first.call(MarkState(job)).snapshot))
+    config = SessionConfig(rows=64)
+    second.call(OpenSession(f"{job}*", f"{job}*", 1, config, identity=IDENTITY, resume=state))
+    again = replace(batches[1], key=next(KEYS), job=f"{job}*", adapter=f"{job}*@1")
+    updates = []
+    for executor, batch in ((first, batches[1]), (second, again)):
+        travel(executor, batch, cut=5)
+        result = run(executor, BasePlan(updates=(OptimStep(batch.job, 1e-3, max_grad_norm=0.05),)))
+        updates.append(result.updated[batch.job])
+    assert updates[1].loss == pytest.approx(updates[0].loss, rel=1e-5)
+    assert (
+        updates[1].grad_norm == pytest.approx(updates[0].grad_norm, rel=1e-5) and updates[0].grad_norm > 0.05
+    )
+    expected = first.call(FetchAdapter(f"{job}@2")).parameters()
+    found = second.call(FetchAdapter(f"{job}*@2")).parameters()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
 def test_commands_take_effect_after_the_plans_before_them(opened: Opened, draws: Random) -> None:
     executor, job = opened.executor, begin(opened.executor)
     travel(executor, micro_batch(executor, draws, job), cut=12)
