@@ -82,7 +82,10 @@ def plan(
     ] = None,
     link: Annotated[
         str,
-        typer.Option(help="Between ranks: nvlink4, pcie5, infiniband, ethernet, or processes of a machine."),
+        typer.Option(
+            help="Between ranks: nvlink4, pcie5, infiniband, ethernet, processes (of two cores), or measured "
+            "between processes of this machine."
+        ),
     ] = "nvlink4",
     plot: Annotated[Path | None, typer.Option(help="File for a picture, SVG or PNG by its ending.")] = None,
     as_json: AsJson = False,

@@ -18,13 +18,18 @@ def show_ranks(
 ) -> None:
     """Prints the plans for an adapter in the form of a request. Raises AdapterError, ConfigError or
     UnsupportedModel."""
-    from coserve.parallel.links import link_named
+    from coserve.parallel.links import MEASURED, link_named
+    from coserve.plan.link_trial import measured_link
     from coserve.plan.ranks import plan_ranks
 
-    found = plan_ranks(subject, parts, ranks, link_named(link), rows)
+    used = measured_link(ranks) if link == MEASURED else link_named(link)
+    found = plan_ranks(subject, parts, ranks, used, rows)
     if as_json:
         return print_json([asdict(one) for one in found])
-    print(f"{subject.name} over {ranks} ranks by {link}, passes of {rows:,} rows")
+    print(
+        f"{subject.name} over {ranks} ranks by {link} ({1e6 * used.latency:,.0f} us, {used.rate / 1e9:,.2f} "
+        f"GB/s), passes of {rows:,} rows"
+    )
     print("= on every rank as a whole, | cut by its columns, + summands of which each rank has one")
     for one in found:
         print(_title(one))
