@@ -9,6 +9,7 @@ from coserve.core.size import read_memory, read_size
 from coserve.errors import ConfigError
 
 MOST_THREADS: Final = 1024  # that compute
+MOST_RANKS: Final = 64  # of one model
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,18 @@ class EngineConfig:
         ),
     ] = "hybrid"
     # On one machine and with one number of threads.
+    # Each holds a part of every layer, in a process of its own: on a CPU they share its cores and memory.
+    tensor_parallel: Annotated[
+        int,
+        Range(1, MOST_RANKS),
+        Flag("Ranks that compute the base together, each with a part of it: GPUs, or processes.", "N"),
+    ] = 1
     deterministic: Annotated[bool, Flag("Bitwise the same results, whatever else runs; slower.")] = False
     allow_special_tokens: Annotated[
         bool, Flag("Control tokens spelled in prompts, messages and training data are such, not text.")
     ] = False
     executor: str = "local"  # runs steps in this process; remote: in one of its own, reached over sockets
-    async_scheduling: bool | None = None  # plans a step while one runs; None: if the executor is remote
+    async_scheduling: bool | None = None  # plans a step while one runs; None: where that is elsewhere
     page_size: Annotated[int, Range(1)] = 16  # tokens of the cache; smaller wastes less, larger is faster
     # Seconds that a request which allows approximations may wait for a more accurate one, under load.
     approximation_delay: Annotated[float, Range(0)] = 0.1
@@ -143,6 +150,7 @@ class EngineConfig:
         if self.executor not in ("local", "remote"):
             raise ConfigError(f"engine.executor must be local or remote, not {self.executor!r}")
         self._check_base()
+        self._check_ranks()
         if self.deterministic:
             settings = self.scheduler_settings
             if settings["micro_batches_in_flight"] != 1 or settings["training_window"] is None:
@@ -180,6 +188,21 @@ class EngineConfig:
         if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience <= 1e9:
             raise ConfigError(f"engine.base_patience must be at least 0 seconds, not {patience!r}")
 
+    def _check_ranks(self) -> None:
+        """Raises ConfigError for settings that do not go with several ranks."""
+        if self.tensor_parallel == 1:
+            return
+        refused = {
+            "base": (bool(self.base), "its linears are computed elsewhere already"),
+            "quantize": (self.quantize != "none", "quantized weights are not cut"),
+            "base_memory": (self.base_memory != "auto", "a base that is cut is not streamed"),
+            "offload": (self.offload, "optimizer state that is cut stays beside its weights"),
+            "deterministic": (self.deterministic, "sums over ranks have other last bits than one rank's"),
+        }
+        for name, (is_set, reason) in refused.items():
+            if is_set:
+                raise ConfigError(f"engine.{name} does not go with engine.tensor_parallel: {reason}")
+
     @property
     def scheduler_settings(self) -> dict[str, Any]:
         """Fields of `schedule.SchedulerConfig`. The deterministic mode fixes the size of training windows and
@@ -191,13 +214,16 @@ class EngineConfig:
     def plans_ahead(self) -> bool:
         """Tells whether the next step is planned while one runs. On the device's own processor that gains
         nothing: planning takes the time of computing."""
-        return self.executor == "remote" if self.async_scheduling is None else self.async_scheduling
+        is_elsewhere = self.executor == "remote" or self.tensor_parallel > 1
+        return is_elsewhere if self.async_scheduling is None else self.async_scheduling
 
     @property
     def swap_nbytes(self) -> int:
-        """Bytes of the second tier of keys and values. Raises ConfigError."""
+        """Bytes of the second tier of keys and values: none with several ranks, of which each would have its
+        own when it comes back. Raises ConfigError."""
         try:
-            return read_size(str(self.swap_space))
+            nbytes = read_size(str(self.swap_space))
+            return nbytes if self.tensor_parallel == 1 else 0
         except ConfigError as error:
             raise ConfigError(f"engine.swap_space: {error}") from error
 

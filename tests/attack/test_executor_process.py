@@ -132,7 +132,7 @@ def test_a_host_that_is_gone_takes_its_executor_along(engine: Engine) -> None:
         engine.step()
     executor, now = remote(engine), engine.clock()
     executor.launch(engine.scheduler.plan(now).only)
-    for sock in (executor._steps, executor._signals):
+    for sock in (executor.workers[0].steps, executor.workers[0].signals):
         sock.close()
     executor.process.wait(10)
     assert executor.process.poll() is not None

@@ -27,7 +27,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"sandbox"}),
     frozenset({"schedule", "memory.pages", "memory.ledger", "memory.budget", "jobs", "wire", "workload"}),
     frozenset({"text"}),
-    frozenset({"kernels", "memory.compiled", "memory.malloc", "memory.fake_tensors"}),
+    frozenset({"kernels", "parallel", "memory.compiled", "memory.malloc", "memory.fake_tensors"}),
     frozenset({"attention", "memory.arena", "memory.measured", "memory.exhausted"}),
     frozenset({"adapters"}),
     frozenset({"model"}),

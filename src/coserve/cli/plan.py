@@ -4,6 +4,7 @@ import gc
 import json
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.options import AsJson, check_writable
+from coserve.config import MOST_RANKS
 from coserve.core.checkout import measured_code
 from coserve.core.compact import compact_json
 from coserve.errors import ConfigError
@@ -74,6 +76,17 @@ def plan(
             "--activations", help="Instead, tensor by tensor, which activations of a row are kept, and why."
         ),
     ] = False,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(min=2, max=MOST_RANKS, help="Instead, how a LoRA adapter is cut over so many ranks."),
+    ] = None,
+    link: Annotated[
+        str,
+        typer.Option(
+            help="Between ranks: nvlink4, pcie5, infiniband, ethernet, processes (of two cores), or measured "
+            "between processes of this machine."
+        ),
+    ] = "nvlink4",
     plot: Annotated[Path | None, typer.Option(help="File for a picture, SVG or PNG by its ending.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -84,13 +97,17 @@ def plan(
     """
     check_writable("--plot", plot)
     subject = _subject(model, dtype)
+    if tensor_parallel is not None:
+        from coserve.cli.ranks import show_ranks
+
+        rows = (batch or [4])[0] * (length or 512)
+        parts = _one_of(_recipes(adapter or ["lora"], measure), "--tensor-parallel")
+        return show_ranks(subject, parts, tensor_parallel, link, rows, as_json)
     recipes = _recipes(adapter, measure)
     if activations:
         from coserve.cli.activations import activations as explain
 
-        if len(recipes) != 1:
-            raise ConfigError("--activations explains one --adapter at a time")
-        (parts,) = recipes.values()
+        parts = _one_of(recipes, "--activations")
         return explain(subject.config, subject.dtype, parts, keep, as_json)
     from coserve.core.control_group import usable_processors
     from coserve.plan.rows import make_plan
@@ -146,6 +163,14 @@ def _recipes(adapters: list[str] | None, measured: bool) -> "Recipes":
         names = ("lora",) if measured else tuple(METHODS)  # each is two more processes
         return {name: [METHODS[name]] for name in names}
     return dict(read_recipe(adapter) for adapter in adapters)
+
+
+def _one_of(recipes: "Recipes", option: str) -> "Sequence[Mapping[str, Any]]":
+    """The parts of the only adapter. Raises ConfigError."""
+    if len(recipes) != 1:
+        raise ConfigError(f"{option} explains one --adapter at a time")
+    (parts,) = recipes.values()
+    return parts
 
 
 def _asked(

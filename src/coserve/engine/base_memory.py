@@ -125,7 +125,7 @@ class BaseNeeds:
 
 def _as_a_whole(config: EngineConfig) -> EngineConfig:
     """The settings of an engine of this process whose base is in memory as a whole."""
-    return replace(config, executor="local", memory="auto", base_memory="auto")
+    return replace(config, executor="local", tensor_parallel=1, memory="auto", base_memory="auto")
 
 
 def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> SchedulerConfig:
@@ -168,6 +168,8 @@ def base_memory(
     Raises ConfigError, with the smallest budget that is enough, where not even a part of the base fits.
     """
     if config.base or config.base_memory != "auto" or isinstance(model, PreTrainedModel):
+        return None
+    if config.tensor_parallel > 1:  # it is not streamed
         return None
     if config.memory == "auto":
         return None

@@ -45,7 +45,9 @@ class DeviceBudget:
         self.bases: list[EngineMemory] = []
         self.meter = make_meter(device)
         self.imports = resident_bytes()  # which no budget counts
-        self.ledger = Ledger(budget_of(config.memory, device_capacity(device)))
+        # Ranks on a CPU share its memory: the ledger is that of one of them.
+        sharing = config.tensor_parallel if device.type == "cpu" else 1
+        self.ledger = Ledger(budget_of(config.memory, device_capacity(device)) // sharing)
 
 
 class EngineMemory:

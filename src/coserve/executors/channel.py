@@ -15,25 +15,29 @@ import msgspec
 
 from coserve.config import EngineConfig
 from coserve.executors.executor import ExecutorSpec
+from coserve.parallel.ranks import Rank
 
 # First byte of a message on the steps' socket. After PLAN come the numbers of the last pause that was asked
 # for and of the last that is withdrawn.
 PLAN, COMMAND, RESULT, REPLY = b"P", b"C", b"R", b"A"
 FAILED, AGAIN = b"F", b"G"
 AS_IT_IS, NARROWER = b"=", b"<"  # after AGAIN
+ENDED = b"E"  # of a rank, which fails: when, by the machine's clock, and why
 NUMBER: Final = struct.Struct(">Q")
 PAUSES: Final = struct.Struct(">QQ")
-ALIVE: Final = b"."
+ASKED: Final = 0  # in place of the number of a pause: whether it waits for other ranks
+ALIVE, WAITS, WORKS = b".", b"w", b"r"  # a heartbeat; and what ranks answer
 
 
 class ExecutorStart(msgspec.Struct, frozen=True):
-    """The first message: the model to open. `threads` are torch's; `tokenizer` is its folder, None without
-    grammars."""
+    """The first message: the model to open, or of it what `rank` has. `threads` are torch's; `tokenizer` is
+    its folder, None without grammars."""
 
     model: str
     config: EngineConfig
     threads: int
     tokenizer: str | None = None
+    rank: Rank = Rank(0, 1, "")
 
 
 class ExecutorOpened(msgspec.Struct, frozen=True):

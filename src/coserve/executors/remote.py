@@ -1,15 +1,15 @@
-"""An executor in a process of its own, over sockets: the same plans, results and commands as bytes."""
+"""An executor in processes of its own, over sockets: the same plans, results and commands as bytes.
 
-import queue
-import select
-import signal
-import socket
+There is a process for each rank of the model. All get the same messages, so that they compute together, and
+the first one's answers count.
+"""
+
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import msgspec
@@ -26,26 +26,26 @@ from coserve.executors.channel import (
     COMMAND,
     FAILED,
     NARROWER,
-    NUMBER,
     PAUSES,
     PLAN,
     ExecutorOpened,
     ExecutorStart,
 )
 from coserve.executors.codec import Codec
-from coserve.executors.executor import Command, ExecutorSpec, R, ReadMemory
+from coserve.executors.executor import Command, ExecutorSpec, FetchAdapter, R, ReadMemory, ReadState
 from coserve.executors.parameters import RemoteParameters, ShapedPlacement
 from coserve.executors.transport import WorkerTransport
+from coserve.executors.worker_process import QUIET, WorkerProcess, wait_for_any
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
 from coserve.model.load import load_base
-from coserve.wire.frames import FrameReader, send_frame
+from coserve.parallel.ranks import Rank
+from coserve.wire.frames import send_frame
 from coserve.wire.plans import decode_result, encode_plan
 
-_BESIDE: Final = 4  # concurrent calls beside steps; more wait
-_ENDING: Final = 5.0  # seconds for the process to end by itself
 _AHEAD: Final = 16384  # bytes of a plan that surely fit into a socket while the process still runs one
-_QUIET: Final = 0.25  # seconds between checks for heartbeats
+_SILENCE: Final = 6.0  # seconds without a heartbeat of all ranks; a supervisor's patience is 8
+_GATHER: Final = (FetchAdapter, ReadState)  # commands in which ranks talk to each other beside steps
 
 
 def start_process(descriptors: Sequence[int]) -> "subprocess.Popen[bytes]":
@@ -59,32 +59,23 @@ def start_process(descriptors: Sequence[int]) -> "subprocess.Popen[bytes]":
 
 
 class RemoteExecutor(WorkerTransport):
-    """The transport to a worker in another process of this machine.
+    """The transport to the workers of one model, in other processes of this machine: one, or a rank each.
 
     Except for `pause_training` and commands beside steps, only one thread at a time may call it. Raises
-    EngineLost as soon as the process has ended.
+    EngineLost as soon as a process has ended; the others end too.
     """
 
     def __init__(self, model: str, config: EngineConfig, tokenizer: str | None = None) -> None:
-        """Starts the process and waits until it has loaded the model in folder `model`. Raises the errors of
-        loading."""
+        """Starts the processes and waits until they have loaded the model in folder `model`. Raises the
+        errors of loading."""
         super().__init__(self._receive)
-        pairs = [socket.socketpair() for _ in range(2 + _BESIDE)]
-        theirs = [other for _, other in pairs]
-        descriptors = [sock.fileno() for sock in theirs]
-        self.process = start_process(descriptors)
-        for sock in theirs:
-            sock.close()
-        self._steps, self._signals, *beside = (own for own, _ in pairs)
-        self._close = weakref.finalize(self, _end, self.process, [own for own, _ in pairs])
-        self._beside: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        for sock in beside:
-            self._beside.put(sock)
-        self._messages = FrameReader(self._steps, patience=_QUIET)
-        self._poll = select.poll()
-        self._poll.register(self._steps, select.POLLIN)
-        self._pausing = threading.Lock()
+        count = config.tensor_parallel
+        names = [f"the process of rank {n} of {count}" for n in range(count)] if count > 1 else [_ONE]
+        self.workers = [WorkerProcess(start_process, name) for name in names]
+        self.process = self.workers[0].process
+        self._pausing, self._gathering = threading.Lock(), threading.Lock()
         self._pauses = self._withdrawn = 0
+        self._beating: set[WorkerProcess] = set()
         self._on_progress: Callable[[], object] = int  # nothing
         opened = self._open(ExecutorStart(model, config, torch.get_num_threads(), tokenizer))
         self._spec = opened
@@ -104,21 +95,21 @@ class RemoteExecutor(WorkerTransport):
         message = PLAN + pauses + encode_plan(plan)
         if len(message) > _AHEAD:  # as in `call`; a process that is stuck does nothing but receive
             self._end_plans(waits=False)
-        self._signs()  # drops heartbeats of earlier plans
-        with self._lost():
-            send_frame(self._steps, message)
+        self._signs()
+        self._beating.clear()  # drops heartbeats of earlier plans
+        self._send(message)
         super().launch(plan)
 
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
         message = self._codec.encode_command(command)
-        if command.beside:
-            reply = self._call_beside(message)
-        else:  # after all results: two ends that both send more than a socket holds would deadlock
-            self._end_plans(waits=not isinstance(command, ReadMemory))
-            with self._lost():
-                send_frame(self._steps, COMMAND + message)
-            reply = self._next()[1:]
+        with self._gathering if isinstance(command, _GATHER) else nullcontext():
+            if command.beside:
+                reply = self._call_beside(message)
+            else:  # after all results: two ends that both send more than a socket holds would deadlock
+                self._end_plans(waits=not isinstance(command, ReadMemory))
+                self._send(COMMAND + message)
+                reply = self._next()[0][1:]
         found: R = self._codec.decode_reply(reply, command.reply)
         return found
 
@@ -127,8 +118,9 @@ class RemoteExecutor(WorkerTransport):
         with self._pausing:
             if self._pauses == self._withdrawn:  # else it is asked for already
                 self._pauses += 1
-                with self._lost():
-                    self._signals.sendall(NUMBER.pack(self._pauses))
+                with self._together():
+                    for worker in self.workers:
+                        worker.pause(self._pauses)
 
     def resume_training(self) -> None:
         """See `Executor`. Sent with the next plan."""
@@ -140,85 +132,132 @@ class RemoteExecutor(WorkerTransport):
         self._on_progress = beat
 
     def close(self) -> None:
-        """Ends the process."""
-        self._close()
+        """Ends the processes."""
+        for worker in self.workers:
+            worker.close()
 
     # Inside
 
     def _open(self, start: ExecutorStart) -> ExecutorSpec:
-        with self._lost():
-            send_frame(self._steps, msgspec.msgpack.encode(start))
-        opened = msgspec.msgpack.decode(self._next(), type=ExecutorOpened)
-        if opened.fault is not None:
+        count = len(self.workers)
+        threads = max(start.threads // count, 1)
+        self._meeting = TemporaryDirectory(prefix="coserve-ranks-")
+        with self._together():
+            for number, worker in enumerate(self.workers):
+                rank = Rank(number, count, f"{self._meeting.name}/ranks")
+                own = msgspec.structs.replace(start, threads=threads, rank=rank)
+                worker.send(msgspec.msgpack.encode(own))
+            answers = self._next(lambda answer: _opened(answer).fault is None)
+        opened = [_opened(answer) for answer in answers]
+        if (fault := next((one.fault for one in opened if one.fault is not None), None)) is not None:
             self.close()
-            raise error_named(*opened.fault)
-        assert opened.spec is not None, "what is opened has a spec"
-        return opened.spec
+            raise error_named(*fault)
+        assert opened[0].spec is not None, "what is opened has a spec"
+        return opened[0].spec
+
+    def _send(self, message: bytes) -> None:
+        with self._together():
+            for worker in self.workers:
+                worker.send(message)
 
     def _call_beside(self, message: bytes) -> bytes:
-        sock = self._beside.get()
-        try:
-            with self._lost():
+        with self._together(), ExitStack() as stack:
+            socks = [stack.enter_context(worker.beside()) for worker in self.workers]
+            for sock in socks:
                 send_frame(sock, message)
-                reply = FrameReader(sock).read()
-        finally:
-            self._beside.put(sock)
-        if reply is None:
-            raise self._gone()
-        return reply
+            answers = [worker.answer(sock) for worker, sock in zip(self.workers, socks, strict=True)]
+        return answers[0]
 
     def _repeat(self, narrower: bool) -> None:
         super()._repeat(narrower)
-        with self._lost():
-            send_frame(self._steps, AGAIN + (NARROWER if narrower else AS_IT_IS))
+        self._send(AGAIN + (NARROWER if narrower else AS_IT_IS))
 
     def _receive(self, plan: BasePlan) -> BaseResult:
-        """Waits for a plan's result. Raises PassFailed."""
-        message = self._next()
-        if message[:1] == FAILED:
-            raise error_named(*msgspec.msgpack.decode(message[1:], type=tuple[str, str]))
-        return decode_result(message[1:])
+        """Waits for a plan's result. Raises PassFailed, and EngineLost where ranks have drawn other
+        tokens."""
+        messages = self._next()
+        for message in messages:
+            if message[:1] == FAILED:
+                raise error_named(*msgspec.msgpack.decode(message[1:], type=tuple[str, str]))
+        result, *others = (decode_result(message[1:]) for message in messages)
+        drawn = {key: sampled.token for key, sampled in result.sampled.items()}
+        for worker, other in zip(self.workers[1:], others, strict=True):
+            if drawn != {key: sampled.token for key, sampled in other.sampled.items()}:
+                self.close()
+                raise EngineLost(f"{worker.name} has drawn other tokens than the first one")
+        return result
 
-    def _next(self) -> bytes:
-        """Waits for the next message; reports heartbeats meanwhile."""
-        while True:
-            try:
-                with self._lost():
-                    message = self._messages.read()
-            except TimeoutError:
-                if self._signs():
-                    self._on_progress()
-                continue
-            if message is None:
-                raise self._gone()
-            return message
+    def _next(self, goes_on: Callable[[bytes], bool] = lambda _: True) -> list[bytes]:
+        """Waits for the next message of each process; reports heartbeats meanwhile. Returns those that are
+        there where one of them says that the others' will not come."""
+        found, quiet = dict[WorkerProcess, bytes](), 0.0
+        with self._together():
+            while left := [worker for worker in self.workers if worker not in found]:
+                ready = [worker for worker in left if worker.is_there()] or wait_for_any(left)
+                for worker in ready:
+                    with suppress(TimeoutError):
+                        found[worker] = worker.read()
+                        if not goes_on(found[worker]):
+                            return [found[worker]]
+                if ready or self._signs():
+                    quiet = 0.0
+                    if not ready:
+                        self._on_progress()
+                elif (quiet := quiet + QUIET) >= _SILENCE:
+                    self._expect_progress()
+                    quiet = 0.0
+        return [found[worker] for worker in self.workers]
+
+    def _expect_progress(self) -> None:
+        """Raises EngineLost where some ranks wait for others, which do not move."""
+        hanging = [worker for worker in self.workers if worker.hangs()]
+        if 0 < len(hanging) < len(self.workers):
+            raise EngineLost(f"{hanging[0].name} hangs: the others have waited {_SILENCE:g} s for it")
 
     def _signs(self) -> bool:
-        """Tells whether a heartbeat of the process has come since the last call."""
-        try:
-            return bool(self._signals.recv(4096, socket.MSG_DONTWAIT))
-        except OSError:
-            return False
+        """Tells whether a heartbeat of every process has come since the last time that one had."""
+        self._beating |= {worker for worker in self.workers if worker.signs()}
+        if is_alive := len(self._beating) == len(self.workers):
+            self._beating.clear()
+        return is_alive
 
     def _is_there(self) -> bool:
-        return self._messages.has_begun or bool(self._poll.poll(0))
+        return self.workers[0].is_there()
 
     @contextmanager
-    def _lost(self) -> Iterator[None]:
+    def _together(self) -> Iterator[None]:
+        """Ends all ranks where one of them has ended, and says which one it was: the others fail for its
+        sake."""
         try:
             yield
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise self._gone() from error
+        except EngineLost as error:
+            if len(self.workers) == 1:
+                raise
+            lost = self._cause() or error
+            for worker in self.workers:
+                worker.process.kill()  # one that is stopped would not end by itself
+            self.close()
+            raise lost from error
 
-    def _gone(self) -> EngineLost:
-        try:
-            status = self.process.wait(_ENDING)
-        except subprocess.TimeoutExpired:
-            return EngineLost("the executor's process closed its sockets")
-        how = signal.Signals(-status).name if status < 0 else f"status {status}"
-        return EngineLost(f"the executor's process has ended ({how})")
+    def _cause(self) -> EngineLost | None:
+        """What ended the ranks: a signal to one of them, or the failure that came first. Others fail as they
+        wait for that one."""
+        for worker in self.workers:
+            worker.listen()
+        if killed := [worker for worker in self.workers if (worker.process.poll() or 0) < 0]:
+            return killed[0].gone()
+        failed = [(worker.failed, worker) for worker in self.workers if worker.failed is not None]
+        if not failed:
+            return None
+        (_, why), worker = min(failed, key=lambda one: one[0])
+        return EngineLost(f"{worker.name} has failed: {why}")
+
+
+_ONE: Final = "the executor's process"
+
+
+def _opened(answer: bytes) -> ExecutorOpened:
+    return msgspec.msgpack.decode(answer, type=ExecutorOpened)
 
 
 def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Base:
@@ -233,14 +272,3 @@ def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Ba
     base.fingerprint, base.parameters = spec.fingerprint, spec.parameters
     base.row_buckets, base.sites = spec.row_buckets, {site.path: site for site in spec.sites}
     return base
-
-
-def _end(process: "subprocess.Popen[bytes]", sockets: Sequence[socket.socket]) -> None:
-    """Closes the sockets, which ends the process; a process that does not end is killed."""
-    for sock in sockets:
-        sock.close()
-    try:
-        process.wait(_ENDING)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

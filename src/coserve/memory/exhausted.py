@@ -24,9 +24,21 @@ _NOBODYS: Final = (PassFailed, ServerError, torch.AcceleratorError)
 # Messages of torch's allocator and of oneDNN on a CPU, which has no class of error for it.
 _WORDS: Final = ("can't allocate memory", "not enough memory", "out of memory", "out_of_memory", "bad_alloc")
 
+_contains = True  # whether failures of a part of a step may end that part alone
+
+
+def contain_nothing() -> None:
+    """Has shortages of memory, and errors that nobody foresaw, end this process, which is one of several that
+    compute together: it would go on otherwise than the others do."""
+    global _contains
+    _contains = False
+
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an allocation failed: of a GPU's memory, of the processor's, or of Python's own."""
+    """Tells whether an allocation failed, of a GPU's memory, of the processor's, or of Python's own, and
+    others can go on."""
+    if not _contains:
+        return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
@@ -56,6 +68,8 @@ def run_together(what: str, work: Callable[[], T]) -> T | None:
     except _NOBODYS:
         raise
     except BaseException as error:
+        if not _contains:
+            raise
         contained(error, what)
         return None
 
@@ -73,7 +87,7 @@ def failing_alone(
     except BaseException as error:
         if is_out_of_memory(error):
             failure = OutOfMemory(f"{what} ran out of memory: {words_of(error)}")
-        elif isinstance(error, _NOBODYS):
+        elif isinstance(error, _NOBODYS) or not (_contains or isinstance(error, CoserveError)):
             raise
         else:
             failure = contained(error, what, kind)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from coserve.adapters.sharded import AdapterShards
 from coserve.adapters.sites import EMBEDDED, FrozenParameters, decoder_of
 from coserve.attention.backend import CacheShape
 from coserve.attention.states import RecurrentMixer
@@ -33,6 +34,7 @@ from coserve.model.origin import Origin
 from coserve.model.parameters import held_bytes
 from coserve.model.refusal import takes_positions
 from coserve.model.short_prologue import Begun, ShortPrologue, find_short_prologue
+from coserve.parallel.ranks import ALONE
 
 _FARTHEST: Final = 1 << 18  # position that a short prologue is compared at
 
@@ -43,12 +45,11 @@ class Base:
 
     Attributes: `model` (transformers' own), `cell` (the rows in the pass), `linears` by path, `sites` where
     adapters may stand, `modules` (the names of all), `caches` per layer, `mixers` (its recurrent ones),
-    `hidden_size`, `max_positions`,
-    `parameters` (their number; tied ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint`
-    (content hash of all that), `chain` (its layers, and every loop over them),
-    `takes_positions` (whether the model is told its rows' positions), `frozen` (its frozen
-    parameters, wherever they are), `buffer_nbytes` (of buffers for parts that are not resident), `reader` (of
-    these parts; None where all are resident).
+    `hidden_size`, `max_positions`, `parameters` (their number; tied ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint`
+    (content hash of all that), `chain` (its layers, and every loop over them), `takes_positions` (whether the
+    model is told its rows' positions), `frozen` (its frozen parameters, wherever they are), `shards` (what of
+    it and of adapters one of several ranks has), `buffer_nbytes` (of buffers for parts that are not
+    resident), `reader` (of these parts; None where all are resident).
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Base:
         self.parameters = origin.parameters
         self.buffer_nbytes = 0
         self.reader: WeightReader | None = None
+        self.shards = AdapterShards({}, ALONE)
         self.hidden_size = 0
         self.vocabulary = 0
         self._arguments: RowArguments | None = None

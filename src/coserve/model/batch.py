@@ -115,7 +115,7 @@ class FusedRows(GroupRows):
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         group, added = placement.group, None
         if group is None and not self._keepers and not self._adapters and self._lora is None:
-            return placement.forward(x)
+            return placement.complete(placement.forward(x))
         x = self._entering(path, x)
         found = self._applied(path)
         if group is None:
@@ -133,7 +133,7 @@ class FusedRows(GroupRows):
             self._add(bypass, rows, x2, y2)
         for rows, keeper in self._keepers:
             keeper.keep_sum(path, y2[rows])
-        return y
+        return placement.complete(y)
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         found = self._applied(path)

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +35,7 @@ _READ: Final = ("config.json", "*.safetensors", "*.index.json", "*.bin")  # file
 _ELSEWHERE: Final = "adapter_config.json"  # transformers reads the base from another folder then
 
 Contents = Mapping[str, bytes]  # of tensors, by name
+Compute = Callable[[Mapping[str, Tensor]], Mapping[str, bytes]]
 
 
 def content_of(tensor: Tensor) -> bytes:
@@ -69,15 +70,21 @@ class ModelContents:
         if self._files is not None:
             self._known = _recall(_file_for(self._files))
 
-    def of(self, tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, bytes]:
-        """Contents by name. `prefix` is what the names lack of the model's own."""
+    def of(
+        self, tensors: Mapping[str, Tensor], prefix: str = "", compute: Compute | None = None
+    ) -> dict[str, bytes]:
+        """Contents by name. `prefix` is what the names lack of the model's own. `compute` hashes those that
+        are not remembered; what it leaves out is left out."""
         keys = {name: f"{prefix}{name} {_kind(tensor)}" for name, tensor in tensors.items()}
         lacking = {name: tensors[name] for name, key in keys.items() if key not in self._known}
-        found = contents_of(lacking)
+        found = (compute or contents_of)(lacking)
         self._nbytes += sum(tensor.nbytes for tensor in lacking.values())
         if self._files is not None:
             self._known |= {keys[name]: content.hex() for name, content in found.items()}
-        return {name: found.get(name) or bytes.fromhex(self._known[key]) for name, key in keys.items()}
+        known = {
+            name: found.get(name) or bytes.fromhex(self._known.get(key, "")) for name, key in keys.items()
+        }
+        return {name: content for name, content in known.items() if content}
 
     def remember(self) -> None:
         """Keeps what was hashed for the next start, where that is worth it and the files are still the ones

@@ -26,6 +26,7 @@ class GraphRows(GroupRows):
     def __init__(self, adapters: Sequence[Bypasses], sizes: Sequence[int]) -> None:
         super().__init__()
         self._adapters, self.sizes = adapters, sizes
+        self._entered: tuple[Tensor, type[Placement], Tensor] | None = None
         spans = (slice(*span) for span in pairwise(accumulate(sizes, initial=0)))
         self._lora = LoraBatch(list(zip(spans, adapters, strict=True)))
 
@@ -34,6 +35,7 @@ class GraphRows(GroupRows):
         if any(bypass is not None for bypass in entering):
             x2 = x.flatten(0, -2)
             x = self._added(entering, x2, x2).view(x.shape)
+        x = self._entering(placement, x)
         if placement.group is None:
             kept, segments = self._segments(path, x)
             y = frozen(x, placement, kept) if segments is None else bypassed(x, placement, segments, kept)
@@ -44,7 +46,7 @@ class GraphRows(GroupRows):
         others = [None if is_lora(bypass) else bypass for bypass in bypasses]
         if any(bypass is not None for bypass in others):
             y = self._added(others, x.flatten(0, -2), y.flatten(0, -2)).view(y.shape)
-        return self._summed(path, y)
+        return self._summed(path, self._completed(path, placement, y))
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         bypasses = [adapter.outputs.get(path) for adapter in self._adapters]
@@ -61,6 +63,13 @@ class GraphRows(GroupRows):
 
     def mix(self, core: Core) -> Tensor:
         raise AssertionError("no mixer runs outside of the layers")
+
+    def _entering(self, placement: Placement, x: Tensor) -> Tensor:
+        """As `Placement.entering`, once for consecutive linears with the same input: their gradients are
+        added before they become whole."""
+        if self._entered is None or self._entered[0] is not x or self._entered[1] is not type(placement):
+            self._entered = x, type(placement), placement.entering(x)
+        return self._entered[2]
 
     def _segments(self, path: str, x: Tensor) -> tuple[Tensor | None, LoraSegments | None]:
         """The stand-in for the frozen product of x [..., in] if any, and its low-rank bypasses."""
@@ -81,6 +90,10 @@ class GraphRows(GroupRows):
         """Returns the stand-in for the frozen product of x [..., in], which is then not computed, or None;
         and for each adapter whether its plain low-rank bypass is in the stand-in or not needed."""
         return None, [False] * len(self.sizes)
+
+    def _completed(self, path: str, placement: Placement, y: Tensor) -> Tensor:
+        """As `Placement.complete`, of the product with its bypasses."""
+        return placement.complete(y)
 
     def _summed(self, path: str, y: Tensor) -> Tensor:
         """Returns the graph's stand-in for y [..., out], the product with its bypasses."""

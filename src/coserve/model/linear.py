@@ -115,8 +115,8 @@ class FrozenLinear(Placed):
         return self.placement.tensors().get("bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.cell.rows
-        return frozen(x, self.placement) if rows is None else rows.linear(self.path, self.placement, x)
+        rows, own = self.cell.rows, self.placement
+        return own.complete(frozen(own.entering(x), own)) if rows is None else rows.linear(self.path, own, x)
 
     def extra_repr(self) -> str:
         return f"{self.path}: {self.in_features} -> {self.out_features}, {type(self.placement).__name__}"

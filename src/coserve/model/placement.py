@@ -50,6 +50,16 @@ class Placement(ABC):
         """[..., out] to [..., in]: the gradient for the input."""
         raise self._lacks(Offer.BACKWARD)
 
+    def entering(self, x: Tensor) -> Tensor:
+        """The input of the linear and of its bypasses, in the current graph if there is one: x, whose
+        gradient becomes whole where a rank gives a part of it (`model/sharded`)."""
+        return x
+
+    def complete(self, y: Tensor) -> Tensor:
+        """The linear's output, in the current graph if there is one, for the product with all bypasses added;
+        y may change."""
+        return y
+
     def weight(self) -> Tensor:
         """The dense weight [out, in]."""
         raise self._lacks(Offer.WEIGHT)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import hypot, sqrt
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import exact_type
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.model.base import Base
-from coserve.train.optim import Optimizer
+from coserve.parallel.ranks import Ranks
+from coserve.train.optim import Optimizer, norms
 from coserve.train.optimizer_offload import MakeOffload
 
 
@@ -61,6 +63,30 @@ class MasterWeights:
     def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
         """Adds to the gradient of the weight whose copy is `leaf` of `in_graph`."""
         self.optimizer.accumulate(self._names[id(leaf)], gradient)
+
+    def complete_gradients(self) -> None:
+        """Adds, over ranks, the gradients of matrices of which each rank has all, and has seen a part."""
+        if self.ranks.count == 1:
+            return
+        shares, weights = self._base.shards.shares(self.current), self.optimizer.weights.items()
+        if sums := [w.grad for name, w in weights if shares[name].is_sum and w.grad is not None]:
+            flat = self.ranks.sum(torch.cat([grad.flatten() for grad in sums]))
+            for grad, found in zip(sums, torch.split(flat, [grad.numel() for grad in sums]), strict=True):
+                grad.copy_(found.view(grad.shape))
+
+    def gradient_norm(self) -> float:
+        """The Euclidean norm of all ranks' gradients taken together."""
+        shares, weights = self._base.shards.shares(self.current), self.optimizer.weights.items()
+        found = [(shares[name].dim is None, w.grad) for name, w in weights if w.grad is not None]
+        parts, whole = ([grad for is_whole, grad in found if is_whole is kind] for kind in (False, True))
+        of_parts, of_whole = norms([parts, whole])
+        (square,) = self.ranks.totals([of_parts**2])
+        return hypot(sqrt(square), of_whole)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that have the weights."""
+        return self._base.shards.ranks
 
     def _take_leaves(self, published: Mapping[str, Tensor]) -> None:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in published.items()}

@@ -20,10 +20,12 @@ class TrainingPause:
     it. In a step that `abandons`, the layer under way is given up, the first one too, if the pause is asked
     for during the step: half of a layer is lost on average, where an arrival would wait as long. Of two
     steps in a row at most one ends without a slice done.
+
+    Several ranks stop behind the same slice, and within none: `agree` gives what the first of them has.
     """
 
-    def __init__(self) -> None:
-        self._asked = threading.Event()
+    def __init__(self, agree: Callable[[bool], bool] | None = None) -> None:
+        self._asked, self._agree = threading.Event(), agree
         self._obeys = self._abandons = self._has_abandoned = False
         self._slices = 0  # done in the step
         self._was_in_vain = False  # the last step, which did no slice
@@ -42,6 +44,7 @@ class TrainingPause:
         layer too."""
         self._obeys, self._slices, self.lost = pausable, 0, 0.0
         self._abandons = pausable and abandons and not self._was_in_vain and not self._asked.is_set()
+        self._abandons = self._abandons and self._agree is None
         self._was_in_vain = self._has_abandoned = False
         self._passed_at = time.perf_counter()
 
@@ -83,4 +86,7 @@ class TrainingPause:
     @property
     def is_due(self) -> bool:
         """Tells whether training stops here."""
-        return self._has_abandoned or (self._obeys and self._slices > 0 and self._asked.is_set())
+        if self._has_abandoned or not (self._obeys and self._slices):
+            return self._has_abandoned
+        asked = self._asked.is_set()
+        return asked if self._agree is None else self._agree(asked)

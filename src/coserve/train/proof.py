@@ -199,9 +199,9 @@ class _Proof:
         return tuple(leaf for bypass in here for leaf in bypass.parameters().values())
 
     def _lora(self, path: str) -> LoRABypass:
-        site = self._base.sites[path]
-        a, b = self._draw(_RANK, site.inputs), self._draw(site.outputs, _RANK)
-        return LoRABypass((a / site.inputs**0.5).requires_grad_(), (b / 4).requires_grad_(), 1.0)
+        linear = self._base.linears[path]  # of which a rank may have a part
+        a, b = self._draw(_RANK, linear.in_features), self._draw(linear.out_features, _RANK)
+        return LoRABypass((a / linear.in_features**0.5).requires_grad_(), (b / 4).requires_grad_(), 1.0)
 
     def _draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(self._base.device, self._base.dtype)

@@ -26,8 +26,10 @@ def update_all(due: Sequence[Due]) -> list[Updated | JobError]:
     out before anything has changed its error is raised; later it fails the sessions, whose weights may be
     between two steps."""
     losses = [session.loss_so_far() for session, _ in due]
+    for session, _ in due:
+        session.weights.complete_gradients()
     gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (s.weights.optimizer for s, _ in due)]
-    of_gradients = norms(gradients)
+    of_gradients = _norms(due, gradients)
     finite = [math.isfinite(loss) and math.isfinite(n) for loss, n in zip(losses, of_gradients, strict=True)]
     stepping = [one for one, is_finite in zip(due, finite, strict=True) if is_finite]
     _clip([(u, g, n) for (_, u), g, n in zip(due, gradients, of_gradients, strict=True) if math.isfinite(n)])
@@ -52,10 +54,18 @@ def update_all(due: Sequence[Due]) -> list[Updated | JobError]:
 
 def _published(session: TrainingSession, loss: float, norm: float, rate: float) -> Updated | JobError:
     """Publishes weights that have stepped, if they are finite."""
-    if math.isfinite(norms([session.weights.room])[0]):
+    (total,) = session.weights.ranks.totals(norms([session.weights.room]))
+    if math.isfinite(total):
         return session.updated(loss, norm, rate)
     session.weights.optimizer.restore({}, session.weights.current.parameters())
     return session.not_finite(f"the weights left the numbers at a learning rate of {rate:g}")
+
+
+def _norms(due: Sequence[Due], gradients: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The norm of each job's gradients, which are those of one rank: in few operations where it is alone."""
+    if all(session.weights.ranks.count == 1 for session, _ in due):
+        return norms(gradients)
+    return [session.weights.gradient_norm() for session, _ in due]
 
 
 def _clip(due: Sequence[tuple[OptimStep, Sequence[Tensor], float]]) -> None:

@@ -208,6 +208,10 @@ class ReplayedRows(GraphRows):
             start += window.rows
         return concat_rows(outputs, 1)
 
+    def _completed(self, path: str, placement: Placement, y: Tensor) -> Tensor:
+        is_used = any(store.saved.fates.of(path) is not Fate.UNUSED for store, _ in self._windows)
+        return super()._completed(path, placement, y) if is_used else y
+
     def _kept(self, path: str, x: Tensor) -> tuple[Tensor | None, Sequence[bool]]:
         fates = [store.saved.fates.of(path) for store, _ in self._windows]
         if Fate.COMPUTED in fates:

@@ -16,7 +16,7 @@ from coserve.adapters.paging.host import host_copies
 from coserve.adapters.paging.stored import Outline
 from coserve.adapters.settings import settings_of
 from coserve.adapters.slot_pools import LoraSlotPools
-from coserve.errors import OutOfMemory
+from coserve.errors import NotOffered, OutOfMemory
 from coserve.executors.executor import (
     CloseSession,
     Command,
@@ -47,6 +47,7 @@ from coserve.model.grammar import Grammars
 from coserve.train.fresh import fresh_adapter, sketch_adapter
 from coserve.train.optimizer_offload import MakeOffload
 from coserve.train.pruning.plan import foresee
+from coserve.train.save_policy import SavePolicy
 from coserve.train.session import TrainingSession
 from coserve.train.state import TrainingState
 
@@ -87,7 +88,7 @@ class HeldState:
             case DropAdapters():
                 return self.adapters.drop(command.keys)
             case FetchAdapter():
-                return self.adapters.find(command.key)
+                return self.base.shards.whole(self.adapters.find(command.key))
             case OpenSession():
                 return self._open(command)
             case RestartStep():
@@ -99,12 +100,13 @@ class HeldState:
             case MarkState():
                 return self._mark(command.job)
             case ReadState():
-                return self._snapshots.pop(command.snapshot)()
+                return self._whole(self._snapshots.pop(command.snapshot)())
             case TraceLayers():
                 return foresee(self.base, self._shapes(command.start, command.fresh), command.keep)
             case ReadParameter():
                 return self._parameter(command.path, command.what)
             case EmbedTokens():
+                self._expect_alone("a prompt of words")
                 return self.base.frozen.embedded(torch.tensor(command.tokens, dtype=torch.long))
             case CompileGrammar():
                 if self._grammars is not None:
@@ -126,31 +128,54 @@ class HeldState:
         self.arena.empty()
 
     def _hold(self, adapter: AdapterVersion) -> Outline:
-        _ = adapter.bypasses, adapter.virtual  # computed here, not in the first step with its rows
-        self.adapters.add(adapter)
+        own = self.base.shards.cut(adapter)
+        _ = own.bypasses, own.virtual  # computed here, not in the first step with its rows
+        self.adapters.add(own)
         return Outline.of(adapter)
 
     def _open(self, command: OpenSession) -> Outline:
+        shards, reference = self.base.shards, command.reference
+        if command.config.keep is not SavePolicy.INPUTS:
+            self._expect_alone(f"job {command.job} with keep={command.config.keep}")
         try:
             start = replace(self._first(command), name=command.adapter, version=command.version)
+            if any(bypass.dropout for _, bypass in start.placed()):
+                self._expect_alone(f"dropout in job {command.job}")
             session = TrainingSession(
                 self.base,
                 self.adapters,
                 command.job,
-                start,
+                shards.cut(start),
                 command.config,
                 self.arena,
                 command.identity,
-                command.resume,
+                None if command.resume is None else self._own(command.resume),
                 self._make_offload,
-                command.reference,
+                None if reference is None else shards.cut(reference),
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(f"job {command.job}: there is no memory for its adapter") from error
         self.sessions[command.job] = session
-        return Outline.of(session.weights.current)
+        return Outline.of(start.in_type(self.base.dtype))
+
+    def _own(self, state: TrainingState) -> TrainingState:
+        """What this rank has of a state."""
+        shards = self.base.shards
+        moments = shards.cut_moments(state.adapter, state.moments)
+        return replace(state, adapter=shards.cut(state.adapter), moments=moments)
+
+    def _whole(self, state: TrainingState) -> TrainingState:
+        """The state of all ranks together."""
+        shards = self.base.shards
+        moments = shards.whole_moments(state.adapter, state.moments)
+        return replace(state, adapter=shards.whole(state.adapter), moments=moments)
+
+    def _expect_alone(self, what: str) -> None:
+        """Raises NotOffered for what several ranks do not do."""
+        if self.base.shards.ranks.count > 1:
+            raise NotOffered(f"{what}: not offered with engine.tensor_parallel")
 
     def _first(self, command: OpenSession) -> AdapterVersion:
         if command.resume is not None:

@@ -31,8 +31,10 @@ from coserve.model.base import Base, is_without_data
 from coserve.model.grammar import Grammars
 from coserve.model.load import load_base, usable_device
 from coserve.model.sampling_table import SamplingTable
+from coserve.model.sharded.load import load_sharded
 from coserve.model.stitched import Stitch, StitchedBase
 from coserve.model.together import linears_together
+from coserve.parallel.ranks import ALONE, Ranks
 from coserve.split.access import BaseAccess
 from coserve.split.credentials import EXECUTOR_KEY, Credentials
 from coserve.split.load import load_remote
@@ -68,15 +70,18 @@ class Opened:
 
 
 def open_local(
-    model: Model, config: EngineConfig, read_tokenizer: Callable[[], Any] = lambda: None
+    model: Model,
+    config: EngineConfig,
+    read_tokenizer: Callable[[], Any] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> Opened:
-    """Opens an executor on this process's device. `read_tokenizer` is called once the model is loaded;
-    without a tokenizer there are no grammars. Raises its errors, ModelError, and ConfigError where the cache
-    does not fit into memory."""
+    """Opens an executor on this process's device, for the whole model or what it has of it as one of `ranks`.
+    `read_tokenizer` is called once the model is loaded; without a tokenizer there are no grammars. Raises its
+    errors, ModelError, and ConfigError where the cache does not fit into memory."""
     if config.device == "cpu":
         keep_freed_memory()
     before, private = resident_bytes(), private_bytes()
-    base, streaming = _load(model, config)
+    base, streaming = _load(model, config, ranks)
     # One base is proved as it is loaded, another has nothing that could be compared.
     if not (config.base or is_without_data(base)):
         prove_training(base)
@@ -145,8 +150,8 @@ def open_stitched(
 
 def open_executor(model: Model, config: EngineConfig, read_tokenizer: ReadTokenizer) -> Opened:
     """Opens the executor that the settings name."""
-    opens = open_remote if config.executor == "remote" else open_local
-    return opens(model, config, read_tokenizer)
+    is_elsewhere = config.executor == "remote" or config.tensor_parallel > 1
+    return (open_remote if is_elsewhere else open_local)(model, config, read_tokenizer)
 
 
 def dtype_of(config: EngineConfig) -> torch.dtype | str:
@@ -165,8 +170,11 @@ def eos_ids(base: Base) -> tuple[int, ...]:
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
-def _load(model: Model, config: EngineConfig) -> tuple[Base, Streaming | None]:
+def _load(model: Model, config: EngineConfig, ranks: Ranks) -> tuple[Base, Streaming | None]:
     """The base; with how it is streamed, where it does not fit or its memory is limited."""
+    if ranks.count > 1:
+        assert not isinstance(model, PreTrainedModel), "ranks read files"
+        return load_sharded(model, ranks, dtype_of(config), config.device), None
     if config.base:
         return load_remote(model, _access(config), dtype_of(config), config.device, prove_training), None
     room = base_room(config)

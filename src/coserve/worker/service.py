@@ -14,6 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +27,8 @@ from coserve.errors import CoserveError, OutOfMemory, PassFailed
 from coserve.executors.channel import (
     AGAIN,
     ALIVE,
+    ASKED,
+    ENDED,
     FAILED,
     NARROWER,
     NUMBER,
@@ -33,14 +36,17 @@ from coserve.executors.channel import (
     PLAN,
     REPLY,
     RESULT,
+    WAITS,
+    WORKS,
     ExecutorOpened,
     ExecutorStart,
 )
 from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, DeviceWorker
 from coserve.executors.local import LocalExecutor
-from coserve.memory.exhausted import is_out_of_memory
+from coserve.memory.exhausted import contain_nothing, is_out_of_memory, words_of
 from coserve.model.base import Base
+from coserve.parallel.ranks import join
 from coserve.text.tokenizer import load_tokenizer
 from coserve.wire.frames import FrameReader, send_frame
 from coserve.wire.plans import decode_plan, encode_result
@@ -80,7 +86,7 @@ class Service:
     ) -> None:
         self._worker, self._steps, self._signals = worker, steps, signals
         self._codec = Codec(base, base.dtype, base.device)
-        self._pauses = Pauses(worker)
+        self._pauses, self._ranks = Pauses(worker), base.shards.ranks
         self._alive = 0.0  # time of the last heartbeat
         self._waiting = deque[BasePlan]()  # plans without a result
         self._has_failed = False  # a pass of the oldest of these has, and the host has not asked for it again
@@ -147,16 +153,23 @@ class Service:
     def _watch(self) -> None:
         """Receives pauses; ends the process with its host, even during a long step."""
         while head := self._signals.recv(NUMBER.size, socket.MSG_WAITALL):
-            if len(head) == NUMBER.size:
-                self._pauses.ask(*NUMBER.unpack(head))
+            if len(head) < NUMBER.size:
+                continue
+            if (number := NUMBER.unpack(head)[0]) == ASKED:
+                self._tell(WAITS if self._ranks.is_waiting else WORKS)
+            else:
+                self._pauses.ask(number)
         os._exit(_ORPHANED)
 
     def _tell_alive(self) -> None:
         now = time.monotonic()
         if now - self._alive >= _ALIVE_EVERY:
             self._alive = now
-            with suppress(OSError):  # the host does not read yet, or is gone
-                self._signals.send(ALIVE, socket.MSG_DONTWAIT)
+            self._tell(ALIVE)
+
+    def _tell(self, sign: bytes) -> None:
+        with suppress(OSError):  # the host does not read yet, or is gone
+            self._signals.send(sign, socket.MSG_DONTWAIT)
 
 
 def main(descriptors: Sequence[int]) -> None:
@@ -170,10 +183,18 @@ def main(descriptors: Sequence[int]) -> None:
         return
     start = msgspec.msgpack.decode(first, type=ExecutorStart)
     torch.set_num_threads(start.threads)
+    config = start.config
+    if start.rank.count > 1:
+        contain_nothing()
+        if torch.device(config.device).type == "cuda":
+            config = replace(config, device=f"cuda:{start.rank.number}")
     try:
         folder = start.tokenizer
         opened = open_local(
-            start.model, start.config, lambda: None if folder is None else load_tokenizer(folder)
+            start.model,
+            config,
+            lambda: None if folder is None else load_tokenizer(folder),
+            join(start.rank, torch.device(config.device)),
         )
     except CoserveError as error:
         fault = ExecutorOpened(fault=(type(error).__name__, str(error)))
@@ -181,7 +202,14 @@ def main(descriptors: Sequence[int]) -> None:
         return
     send_frame(steps, msgspec.msgpack.encode(ExecutorOpened(opened.executor.spec)))
     assert isinstance(opened.executor, LocalExecutor), "it was opened in this process"
-    Service(opened.base, opened.executor.worker, steps, signals).run(beside)
+    try:
+        Service(opened.base, opened.executor.worker, steps, signals).run(beside)
+    except Exception as error:  # of which the other ranks only learn that this one is gone
+        if start.rank.count > 1:
+            with suppress(OSError):
+                why = f"{type(error).__name__}: {words_of(error)}"
+                send_frame(steps, ENDED + msgspec.msgpack.encode((time.monotonic(), why)))
+        raise
 
 
 if __name__ == "__main__":

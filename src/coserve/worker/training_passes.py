@@ -31,7 +31,8 @@ class TrainingPasses:
     def __init__(self, held: HeldState) -> None:
         self.sessions, self._held = held.sessions, held
         self.short = Shortages(held.drop_activations)
-        self.pause = TrainingPause()
+        ranks = held.base.shards.ranks
+        self.pause = TrainingPause(None if ranks.count == 1 else ranks.first)
 
     def run(
         self, segments: Sequence[TrainingSegment], layers: int, forward: Forward, alone: bool

@@ -78,11 +78,13 @@ class Worker:
         self._offloaded, self._offload_refusal = offloaded, offload_refusal
         self._has_moved = False  # whether moves of the plan under way have begun
         self._unfilled: dict[str, CoserveError] = {}  # adapters whose virtual tokens it could not fill
-        is_free = self.base.device.type == "cpu" and not self.is_deterministic
+        is_alone = base.shards.ranks.count == 1
+        # Ranks that round alike decide alike: bits depend on the number of compute threads.
+        is_free = self.base.device.type == "cpu" and is_alone and not self.is_deterministic
         self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
         # Whether training may run beside answers. Where linears are computed elsewhere both would share
-        # nothing of this device but Python; bits depend on the number of compute threads.
-        self._may_share = not (base.makes_calls or self.is_deterministic)
+        # nothing of this device but Python; ranks call their collectives in one order.
+        self._may_share = is_alone and not (base.makes_calls or self.is_deterministic)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
         self._pauses = 0  # results with paused training
         self._training = TrainingPasses(self.held)

@@ -17,6 +17,8 @@ from coserve.model.linear import FrozenLinear, frozen
 from coserve.model.placement import Offer, PackedPlacement, Placement, PlainPlacement, place_locally
 from coserve.model.quantized.int8 import Int8Placement
 from coserve.model.quantized.nf4 import NF4Placement, place_in_nf4
+from coserve.model.sharded.placement import RowShard
+from coserve.parallel.ranks import ALONE
 from coserve.split.address import Address
 from coserve.split.endpoint import Endpoint
 from coserve.split.executor import BaseExecutor, BaseLinears
@@ -111,6 +113,13 @@ def end_visits() -> Iterator[None]:
     VISITS.close()
 
 
+def cut(weight: Tensor, bias: Tensor | None) -> Placement:
+    """All of it, as the part of a rank that is alone."""
+    placement = RowShard(PlainPlacement(weight, bias), ALONE)
+    placement.hidden_weight = placement._own.weight  # type: ignore[attr-defined]
+    return placement
+
+
 MAKERS: Mapping[str, Callable[[Tensor, Tensor | None], Placement]] = {
     "plain": PlainPlacement,
     "local": place_locally,  # packed, where the processor multiplies bfloat16
@@ -122,6 +131,7 @@ MAKERS: Mapping[str, Callable[[Tensor, Tensor | None], Placement]] = {
     "sibling": sibling,
     "remote": remote,
     "remote sibling": remote_sibling,
+    "cut": cut,
 }
 MOST = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # relative error of a product
 

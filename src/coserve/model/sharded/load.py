@@ -1,0 +1,120 @@
+"""Loads a rank's part of a base: of every tensor that is cut, the rank's own bytes alone are read.
+
+transformers' own loader reads the files, as it renames and merges their tensors: it is given parameters that
+say how they are cut (`DTensor`), and reads slices of the files for them. What has been read is made plain
+tensors again, and the linears frozen ones (`placement.py`). Nothing of transformers' own parallel execution
+runs.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from coserve.adapters.sharded import AdapterShards
+from coserve.model.base import Base
+from coserve.model.batch import BatchCell
+from coserve.model.contents import ModelContents
+from coserve.model.linear import FrozenLinear
+from coserve.model.load import adopt, drive, load_model, make_base, usable_device
+from coserve.model.origin import Origin, fingerprint_of, linear_paths
+from coserve.model.placement import place_locally
+from coserve.model.placing import leave_file, put
+from coserve.model.refusal import refusing
+from coserve.model.sharded.contents import contents_over_ranks
+from coserve.model.sharded.modules import cut_embedding, cut_experts
+from coserve.model.sharded.placement import ColumnShard, GatheredColumnShard, RowShard
+from coserve.model.sharded.plan import ShardPlan
+from coserve.parallel.ranks import Ranks
+from coserve.parallel.search import Cut
+
+
+def load_sharded(
+    model: str | Path,
+    ranks: Ranks,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+) -> Base:
+    """Loads a rank's part of a base from a local folder or hub name with files of safetensors. All ranks call
+    this together. Raises the errors of `load_base`, and UnsupportedModel for a model that cannot be cut over
+    so many ranks."""
+    where, contents = usable_device(device), ModelContents(model)
+    shaping = _Shaping(ranks, where)
+    with refusing(repr(str(model)), "cannot be loaded"):
+        loaded = load_model(model, dtype, shaping.cut)
+    with refusing(loaded.config.model_type, "cannot be cut over ranks"):
+        return drive(shaping.base_of(loaded, contents))
+
+
+class _Shaping:
+    """The cut of one model."""
+
+    def __init__(self, ranks: Ranks, where: torch.device) -> None:
+        self._ranks, self._where, self._cell = ranks, where, BatchCell()
+        self._plan: ShardPlan
+
+    def cut(self, model: PreTrainedModel) -> None:
+        """Has parameters on the meta device say how they are cut."""
+        self._plan = ShardPlan.of(model, self._ranks.count)
+        mesh = DeviceMesh(self._where.type, torch.arange(self._ranks.count), mesh_dim_names=("tp",))
+        made: dict[int, nn.Parameter] = {}
+        for name, placement in self._plan.tensors.items():
+            owner, key = _owner(model, name)
+            own = owner._parameters[key]
+            assert own is not None
+            if id(own) not in made:  # tied ones stay one
+                whole = distribute_tensor(own.data, mesh, [placement], src_data_rank=None)
+                made[id(own)] = nn.Parameter(whole, requires_grad=False)
+            owner._parameters[key] = made[id(own)]
+
+    def base_of(self, model: PreTrainedModel, contents: ModelContents) -> Base:
+        """The base of a model whose parts are loaded."""
+        layers, plan = adopt(model), self._plan
+        digests = contents_over_ranks(model.state_dict(), contents, self._ranks)
+        fingerprint = fingerprint_of(model.config, digests, linear_paths(model), "none")
+        origin = Origin.of(model, layers, "none", self._where, fingerprint)
+        _unwrap(model)
+        leave_file(model)
+        if any(tensor.device != self._where for tensor in model.state_dict().values()):
+            model = model.to(device=self._where)
+        for path, cut in plan.linears.items():
+            self._place(model, path, cut)
+        for path in plan.experts:
+            cut_experts(model.get_submodule(path), self._ranks)
+        if plan.embedding:
+            cut_embedding(model.get_submodule(plan.embedding), self._ranks)
+        base = make_base(model, layers, origin, self._cell)
+        base.shards = AdapterShards(plan.linears, self._ranks)
+        return base
+
+    def _place(self, model: PreTrainedModel, path: str, cut: Cut) -> None:
+        linear = model.get_submodule(path)
+        weight, bias = linear.weight, linear.bias
+        assert isinstance(weight, Tensor)
+        kind = RowShard if cut is Cut.ROWWISE else ColumnShard
+        if path in self._plan.gathered:
+            kind = GatheredColumnShard
+        if cut is Cut.ROWWISE and self._ranks.number:
+            bias = None  # the first rank adds it
+        own = place_locally(weight.data, bias.data if isinstance(bias, Tensor) else None)
+        shape = weight.shape[0], weight.shape[1]
+        put(model, path, FrozenLinear(path, kind(own, self._ranks), shape, self._cell))
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _unwrap(model: nn.Module) -> None:
+    """Makes parameters of what ranks have of them, tied ones one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, own in module._parameters.items():
+            if own is not None and isinstance(own.data, DTensor):
+                if id(own) not in made:
+                    made[id(own)] = nn.Parameter(own.data.to_local(), requires_grad=False)
+                module._parameters[key] = made[id(own)]

@@ -1,0 +1,121 @@
+"""How a model is cut over ranks: by its own tensor-parallel plan, which transformers has for each kind."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from transformers import PreTrainedModel
+
+from coserve.errors import UnsupportedModel
+from coserve.model.origin import linear_paths
+from coserve.model.refusal import unsupported
+from coserve.parallel.search import Cut
+
+_INSTEAD: Final = "serve it without engine.tensor_parallel"
+_GATHERED: Final = ("colwise_gather_output", "colwise_rep")
+_PIECES: Final = 2  # of a packed weight: gates and what they multiply
+# Of a norm over one head's numbers: all ranks have it, and it does not train.
+_NOTHING: Final = ("replicated_with_grad_allreduce", "replicate")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """How `ranks` cut a model: its linears by path (`linears`, those of which all ranks get the outputs also
+    in `gathered`), its fused experts (`experts`, by path), its embedding, and each tensor by name
+    (`tensors`)."""
+
+    ranks: int
+    linears: Mapping[str, Cut]
+    gathered: frozenset[str]
+    experts: frozenset[str]
+    embedding: str
+    tensors: Mapping[str, Placement]
+
+    @staticmethod
+    def of(model: PreTrainedModel, ranks: int) -> "ShardPlan":
+        """Reads the plan of a model, whose tensors need no data. Raises UnsupportedModel."""
+        rules, name = dict(model.tp_plan or {}), model.config.model_type
+        if not any(style in ("colwise", "packed_colwise") for style in rules.values()):
+            raise unsupported(name, "transformers has no tensor-parallel plan for it", _INSTEAD)
+        _check_heads(model, ranks)
+        linears: dict[str, Cut] = {}
+        gathered, experts, tensors = set[str](), set[str](), dict[str, Placement]()
+        embedding, plain = "", {*linear_paths(model)}
+        for path, module, style in _modules(model, rules):
+            if style in ("colwise", *_GATHERED) and path in plain:
+                linears[path] = Cut.COLWISE
+                gathered |= {path} if style in _GATHERED else set()
+                tensors |= {f"{path}.{n}": Shard(0) for n, _ in module.named_parameters(recurse=False)}
+            elif style == "rowwise" and path in plain:
+                linears[path] = Cut.ROWWISE
+                tensors[f"{path}.weight"] = Shard(1)
+            elif style == "embedding_rowwise" and module is model.get_input_embeddings():
+                embedding = path
+                tensors[f"{path}.weight"] = Shard(0)
+            elif style == "moe_tp_experts":
+                experts.add(path)
+                tensors |= dict(_of_experts(name, path, module, rules))
+            elif style not in _NOTHING:
+                raise unsupported(name, f"{path} is to be cut as {style!r}, which is not done", _INSTEAD)
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+        for tensor, placement in tensors.items():
+            _check_divides(name, tensor, shapes[tensor], placement, ranks)
+        return ShardPlan(ranks, linears, frozenset(gathered), frozenset(experts), embedding, tensors)
+
+
+def _modules(model: PreTrainedModel, rules: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules that a rule names, each with its style. A star in a rule stands for a number."""
+    patterns = {
+        re.compile(r"\d+".join(map(re.escape, rule.split("*")))): style for rule, style in rules.items()
+    }
+    for path, module in model.named_modules(remove_duplicate=False):
+        for pattern, style in patterns.items():
+            if pattern.fullmatch(path):
+                yield path, module, style
+                break
+
+
+def _of_experts(
+    name: str, path: str, module: nn.Module, rules: Mapping[str, str]
+) -> Iterator[tuple[str, Placement]]:
+    """The tensors of fused experts [experts, out, in] that rules name. A packed one has gates, and what they
+    multiply, each cut for itself."""
+    general = re.sub(r"\d+", "*", path)
+    for tensor, parameter in module.named_parameters(recurse=False):
+        style = rules.get(f"{general}.{tensor}")
+        if style is None:
+            continue
+        found: dict[str, Placement] = {
+            "packed_colwise": _StridedShard(parameter.ndim - 2, split_factor=_PIECES),
+            "colwise": Shard(parameter.ndim - 2),
+            "rowwise": Shard(parameter.ndim - 1),
+        }
+        if style not in found or parameter.ndim != 3:
+            raise unsupported(name, f"{path}.{tensor} is to be cut as {style!r}, which is not done", _INSTEAD)
+        yield f"{path}.{tensor}", found[style]
+
+
+def _check_heads(model: PreTrainedModel, ranks: int) -> None:
+    """Raises UnsupportedModel where the ranks do not divide the heads: a head is not cut."""
+    text: Any = model.config.get_text_config()
+    counts = {
+        "query heads": getattr(text, "num_attention_heads", None),
+        "key and value heads": getattr(text, "num_key_value_heads", None),
+    }
+    for what, count in counts.items():
+        if isinstance(count, int) and count % ranks:
+            raise _indivisible(model.config.model_type, f"its {count} {what}", ranks)
+
+
+def _check_divides(name: str, tensor: str, shape: tuple[int, ...], placement: Any, ranks: int) -> None:
+    pieces = getattr(placement, "split_factor", 1)
+    if shape[placement.dim] % (ranks * pieces):
+        raise _indivisible(name, f"the {shape[placement.dim]} rows or columns of {tensor}", ranks)
+
+
+def _indivisible(name: str, what: str, ranks: int) -> UnsupportedModel:
+    return unsupported(name, f"{what} cannot be divided over {ranks} ranks", "choose another number of ranks")

@@ -1,0 +1,185 @@
+"""Bypasses as graphs of a few operators, and what each operator does to the states of its tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, NamedTuple
+
+from torch.distributed.tensor import Replicate, Shard
+
+from coserve.errors import ConfigError
+from coserve.parallel.states import COLUMNS_CUT, ROWS_WHOLE, SUMMANDS, State
+
+MOST_OPERATORS: Final = 6  # of a graph that is searched: the number of its plans grows with a power of it
+INPUT: Final = "x"  # the name of a graph's input, which is the frozen linear's
+
+
+class Kind(Enum):
+    """Kinds of operators on tensors of rows. LINEAR multiplies by a weight [out, in], SCALE by one [width],
+    BIAS adds one [width]. ACTIVATION is any function of single numbers, NORMALIZE one of whole rows."""
+
+    LINEAR = "linear"
+    SCALE = "scale"
+    BIAS = "bias"
+    ACTIVATION = "activation"
+    NORMALIZE = "normalize"
+    ADD = "add"
+    MULTIPLY = "multiply"
+
+
+WEIGHTED: Final = (Kind.LINEAR, Kind.SCALE, Kind.BIAS)
+OF_TWO: Final = (Kind.ADD, Kind.MULTIPLY)
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator, whose output [rows, width] has its name. `inputs` are names of operators before it, or
+    `INPUT`."""
+
+    name: str
+    kind: Kind
+    inputs: tuple[str, ...]
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class BypassGraph:
+    """Operators in an order in which they can run; the last one's output is added to the frozen linear's.
+    `inputs` and `outputs` are that linear's widths."""
+
+    inputs: int
+    outputs: int
+    operators: tuple[Operator, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.operators) <= MOST_OPERATORS:
+            raise ConfigError(
+                f"a bypass of {len(self.operators)} operators has no plan: 1 to {MOST_OPERATORS} are searched"
+            )
+        known = {INPUT: self.inputs}
+        for operator in self.operators:
+            if len(operator.inputs) != 1 + (operator.kind in OF_TWO) or not known.keys() >= {
+                *operator.inputs
+            }:
+                raise ConfigError(f"operator {operator.name!r} of a bypass has no inputs that come before it")
+            widths = {known[name] for name in operator.inputs}
+            if operator.name in known or (operator.kind is not Kind.LINEAR and widths != {operator.width}):
+                raise ConfigError(f"operator {operator.name!r} of a bypass has the name or width of another")
+            known[operator.name] = operator.width
+        if (
+            unused := known.keys()
+            - {name for one in self.operators for name in one.inputs}
+            - {self.last.name}
+        ):
+            raise ConfigError(f"nothing in a bypass uses {min(unused)!r}")
+        if self.last.width != self.outputs:
+            raise ConfigError(f"a bypass of {self.last.width} outputs is beside {self.outputs}")
+
+    @property
+    def last(self) -> Operator:
+        return self.operators[-1]
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """The width of each tensor of rows."""
+        return {INPUT: self.inputs} | {operator.name: operator.width for operator in self.operators}
+
+    def inputs_of(self, operator: Operator) -> int:
+        """The width of an operator's first input."""
+        return self.widths[operator.inputs[0]]
+
+    def weight_shape(self, operator: Operator) -> tuple[int, ...]:
+        """The shape of an operator's weight; empty where it has none."""
+        if operator.kind is Kind.LINEAR:
+            return operator.width, self.inputs_of(operator)
+        return (operator.width,) if operator.kind in WEIGHTED else ()
+
+
+def lora_graph(inputs: int, outputs: int, rank: int) -> BypassGraph:
+    """A low-rank bypass."""
+    a, b = Operator("A", Kind.LINEAR, (INPUT,), rank), Operator("B", Kind.LINEAR, ("A",), outputs)
+    return BypassGraph(inputs, outputs, (a, b))
+
+
+def bottleneck_graph(inputs: int, outputs: int, width: int) -> BypassGraph:
+    """An adapter of Houlsby's kind beside a linear: down, a function of single numbers, up."""
+    down = Operator("down", Kind.LINEAR, (INPUT,), width)
+    bend = Operator("f", Kind.ACTIVATION, ("down",), width)
+    return BypassGraph(inputs, outputs, (down, bend, Operator("up", Kind.LINEAR, ("f",), outputs)))
+
+
+class Forward(NamedTuple):
+    """States of an operator's weight (None: it has none) and inputs."""
+
+    weight: State | None
+    inputs: tuple[State, ...]
+
+
+class Backward(NamedTuple):
+    """States of the gradients that an operator gives for its weight (None: it has none) and inputs."""
+
+    weight: State | None
+    inputs: tuple[State, ...]
+
+
+_CUT_OUTPUTS: Final[State] = Shard(0)
+_CUT_INPUTS: Final[State] = Shard(1)
+_WHOLE: Final[State] = Replicate()
+
+
+def weight_states(kind: Kind) -> Sequence[State | None]:
+    """States that the weight of an operator may have."""
+    if kind is Kind.LINEAR:
+        return _WHOLE, _CUT_OUTPUTS, _CUT_INPUTS
+    return (_WHOLE, _CUT_OUTPUTS) if kind in WEIGHTED else (None,)
+
+
+def output_state(kind: Kind, given: Forward) -> State | None:
+    """The state of an operator's output; None where it would compute something else than on one rank.
+
+    Sums pass through what is linear in them, whatever their number; whole rows go with whole weights, columns
+    with the same columns of a weight.
+    """
+    weight, inputs = given
+    cut = inputs == (COLUMNS_CUT,) * len(inputs)
+    whole = inputs == (ROWS_WHOLE,) * len(inputs)
+    match kind:
+        case Kind.LINEAR:
+            return {
+                (ROWS_WHOLE, _WHOLE): ROWS_WHOLE,
+                (ROWS_WHOLE, _CUT_OUTPUTS): COLUMNS_CUT,
+                (COLUMNS_CUT, _CUT_INPUTS): SUMMANDS,
+                (SUMMANDS, _WHOLE): SUMMANDS,
+            }.get((inputs[0], weight or _WHOLE))
+        case Kind.SCALE | Kind.BIAS if inputs == (SUMMANDS,):  # a bias would be added once a rank
+            return SUMMANDS if kind is Kind.SCALE and weight == _WHOLE else None
+        case Kind.SCALE | Kind.BIAS:
+            return inputs[0] if (weight == _CUT_OUTPUTS) == cut else None
+        case Kind.NORMALIZE:
+            return ROWS_WHOLE if whole else None
+        case Kind.ADD:
+            return inputs[0] if len({*inputs}) == 1 else None
+        case Kind.MULTIPLY if {*inputs} == {ROWS_WHOLE, SUMMANDS}:
+            return SUMMANDS
+    return inputs[0] if cut or whole else None  # of single numbers
+
+
+def gradient_states(kind: Kind, given: Forward, gradient: State) -> Backward:
+    """The states of the gradients that an operator gives, for one of its output in a state that
+    `states.GRADIENTS` allows: those of whole inputs are sums where the output's is, or where a rank has used
+    a part of them; a whole weight's is a sum where a rank has seen a part of its inputs or of the
+    gradient."""
+    weight, inputs = given
+    own: list[State] = []
+    for place, state in enumerate(inputs):
+        others = (*inputs[:place], *inputs[place + 1 :])
+        is_part = gradient != ROWS_WHOLE or SUMMANDS in others
+        own.append(COLUMNS_CUT if state == COLUMNS_CUT else SUMMANDS if is_part else ROWS_WHOLE)
+        if state == SUMMANDS:
+            own[-1] = ROWS_WHOLE
+    if weight is None:
+        return Backward(None, tuple(own))
+    if weight != _WHOLE:
+        return Backward(weight, tuple(own))
+    is_sum = gradient == SUMMANDS or SUMMANDS in inputs
+    return Backward(SUMMANDS if is_sum else _WHOLE, tuple(own))

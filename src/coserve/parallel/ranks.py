@@ -1,0 +1,211 @@
+"""The ranks that compute one model together, and their collectives.
+
+Every rank runs the same plan in the same order, so that all call the same collectives. What a collective
+gives is the same on all ranks, bit for bit: rounding makes no rank decide otherwise than the others.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_PATIENCE: Final = 60.0  # seconds that a collective waits for the slowest rank, before the group ends
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank's place: its number among `count`; they find each other by the file `meeting`."""
+
+    number: int
+    count: int
+    meeting: str
+
+
+class Ranks:
+    """One rank alone, to which collectives give back what it gave. `Group` has several."""
+
+    number, count = 0, 1
+    is_waiting = False  # for others, in a collective
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, which replaces `x`."""
+        return x
+
+    def columns(self, x: Tensor) -> Tensor:
+        """All ranks' columns side by side: [..., width] of each to [..., all widths]."""
+        return x
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """All ranks' parts of a tensor end to end along a dimension, for threads beside steps too, one at a
+        time."""
+        return x
+
+    def of(self, rank: int, x: Tensor) -> Tensor:
+        """One rank's tensor, for all; theirs have its shape."""
+        return x
+
+    def totals(self, numbers: Sequence[float]) -> list[float]:
+        """The sums of all ranks' numbers, in float64."""
+        return list(numbers)
+
+    def first(self, value: Any) -> Any:
+        """What the first rank has: a plain value."""
+        return value
+
+    def summed(self, x: Tensor) -> Tensor:
+        """In a graph and out of one: the sum of all ranks' x, whose gradient each of them has."""
+        return x
+
+    def entering(self, x: Tensor) -> Tensor:
+        """In a graph: x, which all ranks have, where each goes on with a part of what follows. Its gradient
+        is the sum of theirs."""
+        return x
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """As `columns`, in a graph and out of one; the gradient of a rank's columns is its own part."""
+        return x
+
+    def columns_of(self, whole: Tensor) -> Tensor:
+        """The rank's own columns of what `columns` gives."""
+        width = whole.shape[-1] // self.count
+        return whole.narrow(-1, self.number * width, width)
+
+
+ALONE: Final = Ranks()
+
+
+class Group(Ranks):
+    """This process's rank of several. `beside` is a second group, for threads beside steps."""
+
+    def __init__(
+        self,
+        number: int,
+        count: int,
+        steps: dist.ProcessGroup,
+        beside: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.number, self.count = number, count
+        self._steps, self._beside, self._device = steps, beside, device
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
+
+    def sum(self, x: Tensor) -> Tensor:
+        with self._waiting():
+            dist.all_reduce(x, group=self._steps)
+        return x
+
+    def columns(self, x: Tensor) -> Tensor:
+        return self._joined(x, -1, self._steps)
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        return self._joined(x, dim, self._beside)
+
+    def _joined(self, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        own = x.to(self._device).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.count)]
+        with self._waiting():
+            dist.all_gather(parts, own, group=group)
+        return torch.cat(parts, dim).to(x.device)
+
+    def of(self, rank: int, x: Tensor) -> Tensor:
+        found = x.clone(memory_format=torch.contiguous_format)
+        with self._waiting():
+            dist.broadcast(found, src=rank, group=self._steps)
+        return found
+
+    def totals(self, numbers: Sequence[float]) -> list[float]:
+        if not numbers:
+            return []
+        found = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        totals: list[float] = self.sum(found).tolist()
+        return totals
+
+    def first(self, value: Any) -> Any:
+        told = [value]
+        with self._waiting():
+            dist.broadcast_object_list(told, src=0, group=self._steps)
+        return told[0]
+
+    def summed(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            found: Tensor = _Summed.apply(x, self)  # type: ignore[no-untyped-call]
+            return found
+        return self.sum(x.contiguous())
+
+    def entering(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            found: Tensor = _Entering.apply(x, self)  # type: ignore[no-untyped-call]
+            return found
+        return x
+
+    def gathered(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            found: Tensor = _Gathered.apply(x, self)  # type: ignore[no-untyped-call]
+            return found
+        return self.columns(x)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        return ranks.sum(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Entering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.sum(grads[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.columns(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.columns_of(grads[0]), None
+
+
+def join(rank: Rank, device: torch.device, patience: float = _PATIENCE) -> Ranks:
+    """Joins the other ranks, on this machine: waits until all are there. Ranks on CPUs talk by gloo, those on
+    GPUs by NCCL. Raises RuntimeError where they do not come."""
+    if rank.count == 1:
+        return ALONE
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside reaches them
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{rank.meeting}",
+        rank=rank.number,
+        world_size=rank.count,
+        timeout=timedelta(seconds=patience),
+    )
+    steps = dist.group.WORLD
+    assert steps is not None, "it was made above"
+    return Group(rank.number, rank.count, steps, dist.new_group(), device)

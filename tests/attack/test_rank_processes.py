@@ -1,0 +1,164 @@
+"""Ranks that die, hang or fail end their group at once, and say which one it was."""
+
+import os
+import random
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.methods.ia3 import IA3Config
+from coserve.core.plan import BasePlan, BaseResult, Sampled
+from coserve.errors import ConfigError, CoserveError, EngineLost, UnsupportedModel
+from coserve.executors import remote
+from coserve.executors.channel import RESULT
+from coserve.executors.executor import FetchAdapter
+from coserve.executors.remote import RemoteExecutor
+from coserve.train.example import Example
+from coserve.train.save_policy import SavePolicy
+from coserve.wire.plans import encode_result
+from forked_executors import fork_executors, short_memory
+from models import tiny
+
+pytestmark = pytest.mark.local
+RANKS = 2
+CONFIG = EngineConfig(calibrate=False, cache_tokens=1024, tensor_parallel=RANKS)
+DATA = [Example(tuple(range(3, 43)), (*range(4, 43), -100))] * 64
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    fork_executors(monkeypatch)
+    yield (engine := Engine(tiny("llama"), CONFIG))
+    ranks(engine).close()
+
+
+def ranks(engine: Engine) -> RemoteExecutor:
+    assert isinstance(engine.executor, RemoteExecutor)
+    return engine.executor
+
+
+def busy(engine: Engine) -> None:
+    """Answers and jobs that go on for long, of which two share passes."""
+    for name in ("one", "two"):
+        engine.finetune(DATA, name, LoRAConfig(rank=2), TrainingConfig(batch_size=8, epochs=500))
+    for seed in range(4):
+        engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=250, seed=seed, ignore_eos=True))
+
+
+def lost(engine: Engine, seconds: float = 30.0) -> str:
+    """The error of an engine that has lost its ranks; none of them is left."""
+    started = time.monotonic()
+    with pytest.raises(EngineLost) as caught:
+        while time.monotonic() < started + seconds:
+            engine.step()
+    assert all(worker.process.poll() is not None for worker in ranks(engine).workers)
+    with pytest.raises(EngineLost):
+        ranks(engine).call(FetchAdapter("one@0"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("number", range(RANKS))
+def test_a_rank_that_is_killed_at_any_moment_is_named(engine: Engine, number: int) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    busy(engine)
+    delay = random.Random(seed).uniform(0.0, 0.3)
+    threading.Timer(delay, ranks(engine).workers[number].process.kill).start()
+    assert lost(engine) == f"the process of rank {number} of {RANKS} has ended (SIGKILL)"
+
+
+@pytest.mark.parametrize("number", range(RANKS))
+def test_a_rank_that_hangs_is_named(engine: Engine, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_SILENCE", 1.0)
+    busy(engine)
+    engine.step()
+    os.kill(ranks(engine).workers[number].process.pid, signal.SIGSTOP)
+    assert lost(engine) == f"the process of rank {number} of {RANKS} hangs: the others have waited 1 s for it"
+
+
+def test_a_rank_whose_memory_does_not_last_ends_the_group_with_the_reason(engine: Engine) -> None:
+    """In passes that several share, which one rank alone would repeat apart."""
+    busy(engine)
+    engine.step()
+    with short_memory(100):
+        said = lost(engine)
+    assert "has failed: RuntimeError: DefaultCPUAllocator: can't allocate memory" in said
+
+
+class _Told:
+    """A process that answers with one result."""
+
+    def __init__(self, name: str, token: int) -> None:
+        self.name, self.result = name, BaseResult(seconds=0.0, sampled={7: Sampled(token)})
+
+    def is_there(self) -> bool:
+        return True
+
+    def read(self) -> bytes:
+        return RESULT + encode_result(self.result)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("token", [3, 4])
+def test_ranks_that_draw_other_tokens_are_lost(token: int) -> None:
+    executor = RemoteExecutor.__new__(RemoteExecutor)
+    executor.workers = [_Told("rank 0", 3), _Told("rank 1", token)]  # type: ignore[list-item]
+    if token == 3:
+        assert executor._receive(BasePlan()).sampled[7].token == 3
+        return
+    with pytest.raises(EngineLost, match="rank 1 has drawn other tokens than the first one"):
+        executor._receive(BasePlan())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "count", "words"),
+    [
+        ("gpt2", {}, 2, "gpt2 is not supported: transformers has no tensor-parallel plan for it"),
+        ("llama", {}, 4, "its 2 key and value heads cannot be divided over 4 ranks"),
+        ("llama", {"intermediate_size": 97}, 2, "rows or columns of model.layers.0.mlp.gate_proj.weight"),
+    ],
+)
+def test_models_that_cannot_be_cut(
+    name: str, changes: dict[str, Any], count: int, words: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    fork_executors(monkeypatch)
+    tiny(name, **changes).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=words):
+        RemoteExecutor(str(tmp_path), replace(CONFIG, tensor_parallel=count))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"quantize": "8bit"}, {"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
+     {"deterministic": True}, {"tensor_parallel": 65}, {"tensor_parallel": 0}],
+)  # fmt: skip
+def test_settings_that_do_not_go_with_ranks(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        replace(CONFIG, **setting)
+
+
+def test_what_ranks_do_not_train_is_refused_and_all_else_goes_on(engine: Engine) -> None:
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (IA3Config(), {}, "only LoRA without biases is served and trained"),
+        (LoRAConfig(dora=True), {}, "row|norms|DoRA|not offer"),
+        (LoRAConfig(dropout=0.1), {}, "dropout in job .*: not offered with engine.tensor_parallel"),
+        (LoRAConfig(), {"keep": SavePolicy.EVERYTHING}, "keep=.*: not offered with engine.tensor_parallel"),
+    ]
+    for number, (method, settings, words) in enumerate(refused):
+        with pytest.raises(CoserveError, match=words):
+            engine.finetune(DATA, f"a{number}", method, TrainingConfig(max_steps=1, **settings)).result()
+    job = engine.finetune(DATA[:4], "mine", LoRAConfig(rank=2), TrainingConfig(max_steps=1)).result()
+    assert len(job.history) == 1
+    handle = engine.generate([1, 2, 3], "mine", SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(handle.result().tokens) == 4
