@@ -5,7 +5,10 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,12 +18,14 @@ from coserve.serve.settings import REPORTERS
 
 SOURCE = Path(coserve.__file__).parent
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "coserve_benchmarks"
-PACKAGE = sorted(SOURCE.rglob("*.py"))
-FILES = [*PACKAGE, *sorted(BENCHMARKS.rglob("*.py"))]
+FILES = [*sorted(SOURCE.rglob("*.py")), *sorted(BENCHMARKS.rglob("*.py"))]
 TESTS = sorted(Path(__file__).parents[1].rglob("*.py"))
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 QUESTIONS = {"What", "Who", "Whose", "Whom", "How", "Whether", "Where", "When", "Why", "Which"}
 MOST_WORDS = 60  # of a table's cell
+SANDBOXED = "coserve.adapters.pickled"  # reads pickles, in a process of its own
+PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+RUNS = {"eval", "exec", "torch.load", "compile", "__import__"}
 # Rooms from the foundation up; those of one floor do not know each other, but for what `ALSO` allows.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"core", "config", "errors", "metrics"}),
@@ -58,6 +63,11 @@ MOUNT = ("coserve.cli.bench", "benchmarks")
 
 # Reporters to experiment trackers, each of which is an extra; the rest of the room is ours alone.
 TRACKERS = {f"coserve.serve.reporting.{name}" for name in REPORTERS}
+
+
+# Routes translate bodies into calls and answers out of them; nothing behind them knows a dialect.
+DIALECTS = tuple(f"coserve.serve.{room}" for room in ("routes", "schema", "tinker", "anthropic"))
+BEHIND = ("coserve.serve.answering", "coserve.serve.engine")
 
 
 def room_of(module: str) -> str:
@@ -105,33 +115,24 @@ def floor_of(room: str) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_imports_go_down_only(file: Path) -> None:
-    module = module_of(file)
+def forbidden_in(module: str, imports: Iterator[str]) -> Iterator[str]:
+    """Imports of a module from rooms that are not below its own."""
     room = room_of(module)
     if not room or module == "coserve.memory":  # the front door, and a room with two floors
         return
-    for imported in imports_of(ast.parse(file.read_text())):
+    for imported in imports:
+        if module.startswith(BEHIND) and imported.startswith(DIALECTS):
+            yield f"{module} imports {imported}, a dialect"
         other = room_of(imported) if imported.split(".")[0] in ("coserve", BENCHMARKS.name) else ""
         if not other or other == room or other == "memory" or (module, other) == MOUNT:
             continue
-        allowed = floor_of(other) < floor_of(room) or (room, other) in ALSO
-        assert allowed, f"{module} imports {imported}: {other} is not below {room}"
+        if not (floor_of(other) < floor_of(room) or (room, other) in ALSO):
+            yield f"{module} imports {imported}: {other} is not below {room}"
 
 
-DIALECTS = tuple(f"coserve.serve.{room}" for room in ("routes", "schema", "tinker", "anthropic"))
-
-
-def test_what_answers_knows_no_dialect() -> None:
-    """Routes translate bodies into calls and answers out of them; nothing behind them does."""
-    for file in [*(SOURCE / "serve/answering").rglob("*.py"), *(SOURCE / "serve/engine").rglob("*.py")]:
-        found = [one for one in imports_of(ast.parse(file.read_text())) if one.startswith(DIALECTS)]
-        assert not found, f"{file.name} imports {found}"
-
-
-def all_imports_of(tree: ast.AST) -> Iterator[str]:
+def all_imports_of(nodes: list[ast.AST]) -> Iterator[str]:
     """Modules of the project imported anywhere: in functions and under TYPE_CHECKING, too."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if is_module(alias.name))
         elif isinstance(node, ast.ImportFrom) and is_module(module := node.module or ""):
@@ -139,9 +140,71 @@ def all_imports_of(tree: ast.AST) -> Iterator[str]:
             yield from (name if is_module(name) else module for name in names)
 
 
+def questions_in(nodes: list[ast.AST]) -> Iterator[str]:
+    """Docstrings that begin with a question word, in place of their subject."""
+    for node in nodes:
+        text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+        if text and text.split(maxsplit=1)[0] in QUESTIONS:
+            yield text
+
+
+def foreign_code_in(module: str, nodes: list[ast.AST]) -> Iterator[str]:
+    """Imports and calls that run code which a file or a text brings."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
+            yield from {n.split(".")[0] for n in names} & PICKLES
+            joined = [f"{getattr(node, 'module', None) or ''}.{a.name}".strip(".") for a in node.names]
+            yield from (name for name in joined if f"{name}.".startswith(f"{SANDBOXED}."))
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            allowed = {"torch.load"} if module == SANDBOXED else set()
+            if called in RUNS - allowed or (
+                called == "torch.load" and "weights_only=True" not in ast.unparse(node)
+            ):
+                yield called
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+            yield from {ast.unparse(node.value)} - {"False"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file of the project as the tests below ask about it. Each is read once, for all of them."""
+
+    has_docstring: bool
+    questions: tuple[str, ...]
+    forbidden: tuple[str, ...]  # imports
+    imports: frozenset[str]  # of modules of the project, anywhere
+    foreign: tuple[str, ...]
+    classes: tuple[str, ...]
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """All modules of the package and the benchmarks, by name."""
+    found = {}
+    for file in FILES:
+        name, tree = module_of(file), ast.parse(file.read_text())
+        nodes = list(ast.walk(tree))
+        found[name] = Module(
+            has_docstring=bool(ast.get_docstring(tree)),
+            questions=tuple(questions_in(nodes)),
+            forbidden=tuple(forbidden_in(name, imports_of(tree))),
+            imports=frozenset(all_imports_of(nodes)),
+            foreign=tuple(foreign_code_in(name, nodes)),
+            classes=tuple(node.name for node in nodes if isinstance(node, ast.ClassDef)),
+        )
+    assert len(found) == len(FILES) > 800
+    return found
+
+
+def test_imports_go_down_only() -> None:
+    assert not [said for module in modules().values() for said in module.forbidden]
+
+
 def test_no_modules_import_each_other() -> None:
     """Not even for types: two that need each other's are one, or lack a third below them."""
-    known = {module_of(file): set(all_imports_of(ast.parse(file.read_text()))) for file in FILES}
+    known = {name: module.imports for name, module in modules().items()}
     del known["coserve"]  # the front door, which names what lies behind it
     try:
         TopologicalSorter({module: found - {module} for module, found in known.items()}).prepare()
@@ -155,32 +218,27 @@ def loaded_by(statement: str) -> set[str]:
     return set(out.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        ["coserve"],
-        ["coserve.cli"],
-        *(
-            sorted(module_of(f) for f in FILES if room_of(module_of(f)) == room)
-            for room in (
-                "core",
-                "schedule",
-                "jobs",
-                "memory.pages",
-                "config",
-                "errors",
-                "wire",
-                "workload",
-                "simulate",
-            )
-        ),
-    ],
-    ids=lambda modules: modules[0],
-)
-def test_light_rooms_never_load_torch(modules: list[str]) -> None:
-    loaded = loaded_by("import " + ", ".join(modules))
-    assert set(modules) <= loaded
-    assert not {"torch", "transformers", "numpy"} & loaded
+def test_light_rooms_never_load_torch() -> None:
+    """One process imports them room by room, and tells the first one that has brought a heavy library."""
+    rooms = {
+        room: sorted(name for name in modules() if room_of(name) == room)
+        for room in (
+            "core", "errors", "config", "wire", "schedule", "jobs", "memory.pages", "workload", "simulate",
+        )
+    }  # fmt: skip
+    assert all(rooms.values())
+    asked = {"coserve": ["coserve"], "cli": ["coserve.cli"], **rooms}
+    code = f"""
+import sys
+from importlib import import_module
+for room, modules in {asked}.items():
+    for module in modules:
+        import_module(module)
+    for heavy in {{"torch", "transformers", "numpy"}} & set(sys.modules):
+        sys.exit(f"{{room}} loads {{heavy}}")
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr[-2000:]
 
 
 def test_text_never_loads_torch() -> None:
@@ -205,74 +263,42 @@ def test_public_names_resolve() -> None:
         _ = coserve.Nothing
 
 
-def questions_in(tree: ast.AST) -> Iterator[str]:
-    """Docstrings that begin with a question word, in place of their subject."""
-    for node in ast.walk(tree):
-        text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
-        if text and text.split(maxsplit=1)[0] in QUESTIONS:
-            yield text
-
-
-def test_docstrings_of_tests_name_their_subject() -> None:
-    found = {file: list(questions_in(ast.parse(file.read_text()))) for file in TESTS}
+def test_docstrings_name_their_subject() -> None:
+    found = {file: list(questions_in(list(ast.walk(ast.parse(file.read_text()))))) for file in TESTS}
     assert not {file: texts for file, texts in found.items() if texts}
+    assert not {name: module.questions for name, module in modules().items() if module.questions}
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_every_module_imports_and_says_what_it_is(file: Path) -> None:
-    tree = ast.parse(file.read_text())
-    assert ast.get_docstring(tree), f"{file.name} has no docstring"
-    assert not list(questions_in(tree)), f"docstrings of {file.name} without their subject"
-    if module_of(file).startswith("coserve.kernels.triton."):
-        pytest.importorskip("triton")  # an extra; what asks for it asks whether it is there
-    if module_of(file) in TRACKERS:
-        pytest.importorskip(file.stem)
+def is_there(module: str, file: Path) -> bool:
+    """Tells whether the packages are installed that a module cannot be imported without."""
+    needed = []
+    if module.startswith("coserve.kernels.triton."):
+        needed = ["triton"]  # an extra; what asks for it asks whether it is there
+    if module in TRACKERS:
+        needed = [file.stem]
     if file.name == "llama_cpp_worker.py":
-        pytest.importorskip("llama_cpp"), pytest.importorskip("gguf")  # of another environment
-    if file.name != "__main__.py":
-        importlib.import_module(module_of(file))
+        needed = ["llama_cpp", "gguf"]  # of another environment
+    return all(find_spec(package) for package in needed)
 
 
-SANDBOXED = "coserve.adapters.pickled"  # reads pickles, in a process of its own
-
-
-def test_the_reader_of_pickles_runs_in_a_sandbox_alone() -> None:
+def test_every_module_imports_and_says_what_it_is() -> None:
+    assert not [name for name, module in modules().items() if not module.has_docstring]
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = [f"{getattr(node, 'module', None) or ''}.{a.name}".strip(".") for a in node.names]
-                assert not any(f"{name}.".startswith(f"{SANDBOXED}.") for name in names), file
+        if file.name != "__main__.py" and is_there(module_of(file), file):
+            importlib.import_module(module_of(file))
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_files_run_no_foreign_code(file: Path) -> None:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
-            assert not {n.split(".")[0] for n in names} & {
-                "pickle",
-                "marshal",
-                "shelve",
-                "dill",
-                "cloudpickle",
-            }
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            allowed = {"torch.load"} if module_of(file) == SANDBOXED else set()
-            assert called not in {"eval", "exec", "torch.load", "compile", "__import__"} - allowed, called
-            if called == "torch.load":
-                assert "weights_only=True" in ast.unparse(node)
-        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
-            assert ast.unparse(node.value) == "False"
+def test_files_run_no_foreign_code() -> None:
+    """The reader of pickles reads them in a process of its own, and nobody imports it."""
+    assert not {name: module.foreign for name, module in modules().items() if module.foreign}
 
 
 def test_no_two_classes_share_a_name() -> None:
     """Private ones neither: a name says which it is."""
     places: dict[str, list[str]] = {}
-    for file in PACKAGE:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module_of(file))
+    for name, module in modules().items():
+        for made in module.classes if name.startswith("coserve.") else ():
+            places.setdefault(made, []).append(name)
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
 
 

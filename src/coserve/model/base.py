@@ -45,11 +45,11 @@ class Base:
 
     Attributes: `model` (transformers' own), `cell` (the rows in the pass), `linears` by path, `sites` where
     adapters may stand, `modules` (the names of all), `caches` per layer, `mixers` (its recurrent ones),
-    `hidden_size`, `max_positions`, `parameters` (their number; tied ones once), `quantized` ("none", "8bit" or "4bit"), `fingerprint`
-    (content hash of all that), `chain` (its layers, and every loop over them), `takes_positions` (whether the
-    model is told its rows' positions), `frozen` (its frozen parameters, wherever they are), `shards` (what of
-    it and of adapters one of several ranks has), `buffer_nbytes` (of buffers for parts that are not
-    resident), `reader` (of these parts; None where all are resident).
+    `hidden_size`, `max_positions`, `parameters` (their number; tied ones once), `quantized` ("none", "8bit"
+    or "4bit"), `fingerprint` (content hash of all that), `chain` (its layers, and every loop over them),
+    `takes_positions` (whether the model is told its rows' positions), `frozen` (its frozen parameters,
+    wherever they are), `shards` (what of it and of adapters one of several ranks has), `buffer_nbytes` (of
+    buffers for parts that are not resident), `reader` (of these parts; None where all are resident).
     """
 
     def __init__(

@@ -1,10 +1,12 @@
 """`make gpu` on a processor and the tiny shape: every part runs; one that fails or hangs ends no other."""
 
+import ast
 import json
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +28,10 @@ from coserve_benchmarks.gpu.sizes import sizes_of
 from forking import forked
 
 ROOT, TESTS = Path(__file__).parents[3], Path(__file__).parents[2]
+OURS = {
+    "coserve": ROOT / "src" / "coserve",
+    "coserve_benchmarks": ROOT / "benchmarks" / "coserve_benchmarks",
+}
 CPU = torch.device("cpu")
 ALONE = ("device", "kernels", "equivalence")  # what needs no place, and Triton's interpreter a process
 WORDS = {  # of the figures that the parts are for
@@ -304,28 +310,45 @@ def wheel(folder: Path, name: str) -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
-_IMPORTS = """
-import ast, sys
-from importlib import import_module
-from coserve_benchmarks.gpu.conductor import PARTS
-for part in PARTS:
-    import_module(part.module)
-found = set()
-for name, module in [*sys.modules.items()]:
-    if name.partition(".")[0] in ("coserve", "coserve_benchmarks") and getattr(module, "__file__", None):
-        for node in ast.parse(open(module.__file__).read()).body:
-            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            found |= {each.partition(".")[0] for each in names}
-print(*sorted(found - sys.stdlib_module_names - {"coserve", "coserve_benchmarks"}))
-"""
+def run_at_import(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that a module makes when it is imported itself."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        ):
+            yield from run_at_import(node)
+
+
+def packages_of(modules: Iterable[str]) -> set[str]:
+    """Packages of others that are imported with these modules of ours, read from their files."""
+    found, known, left = set[str](), set[str](), list(modules)
+    while left:
+        package, _, rest = (name := left.pop()).partition(".")
+        if package not in OURS:
+            found.add(package)
+            continue
+        place = OURS[package].joinpath(*rest.split(".")) if rest else OURS[package]
+        file = next((one for one in (place.with_suffix(".py"), place / "__init__.py") if one.is_file()), None)
+        if name in known or file is None:  # a name within a module
+            continue
+        known.add(name)
+        left += [name.rpartition(".")[0]] if rest else []
+        for node in run_at_import(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                left += [each.name for each in node.names]
+            else:
+                assert node.module and not node.level
+                left += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+    return found - sys.stdlib_module_names
 
 
 def test_all_packages_that_the_parts_import_are_named() -> None:
     """A machine that lacks one is told at once, and not by the first part. torch and transformers bring
     others."""
-    done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=True)
-    imported = {*done.stdout.split()}
+    imported = packages_of(part.module for part in PARTS)
     assert {"torch", "msgspec", "re2"} <= imported
     assert imported - {"numpy", "tokenizers", "triton"} <= {*command._NEEDED}
 
