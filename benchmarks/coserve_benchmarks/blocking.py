@@ -70,7 +70,7 @@ def answer_latencies(
         due = engine.clock() + draw.expovariate(1 / gap)
         while (left := due - engine.clock()) > 0:
             if engine.scheduler.has_work:
-                with announced(engine, lambda _, due=due: due):
+                with announced(engine, partial(_at, due)):
                     engine.step()
             else:
                 time.sleep(left)
@@ -79,6 +79,11 @@ def answer_latencies(
             pass
         found.append(engine.clock() - due)
     return found
+
+
+def _at(due: float, _: float) -> float:
+    """The `Pressing` of a request that bears no step."""
+    return due
 
 
 def _ends(event: object, key: int) -> bool:
