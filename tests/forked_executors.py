@@ -203,7 +203,11 @@ def shortages(part: str, after: int, times: int, between: int) -> Iterator[Calla
 
 
 POISON = 61  # the first token of a prompt whose answer fails in the middle of a pass; others have none
-POISONED = "poisoned"  # a job that fails on its way forward, in its third micro-batch
+PASSED = 8  # tokens of such an answer that are fed back before that
+POISONED = {
+    "early": 1,
+    "late": 5,
+}  # names of jobs that fail on their way forward, after so many micro-batches
 _SEEN: dict[str, set[int]] = {}  # keys of the micro-batches of such jobs
 
 
@@ -226,22 +230,23 @@ class PoisonedWindow(ForwardWindow):
 
 
 def plant_errors(patch: Callable[[object, str, Any], object]) -> None:
-    """Has rows of `POISON` and of jobs whose names begin with `POISONED` raise errors."""
+    """Has rows of `POISON` and of `POISONED` jobs raise errors."""
     plain_batch, plain_window = FusedPass._batch, training_passes._forward_window
 
     def batch(fused: FusedPass, segments: Sequence[InferenceSegment], *rest: Any) -> InferenceBatch:
         made = plain_batch(fused, segments, *rest)
         own = [fused.table[segment.key] for segment in segments]
-        fails = any(one.request.prompt[0] == POISON and len(one.output) > 2 for one in own)
+        fails = any(one.request.prompt[0] == POISON and len(one.output) > PASSED for one in own)
         return PoisonedBatch(**_fields(made)) if fails else made
 
     def window(segment: TrainingSegment, *rest: Any) -> ForwardWindow:
         made = plain_window(segment, *rest)
-        if not segment.job.startswith(POISONED):
+        passed = POISONED.get(segment.job.partition(" ")[0])
+        if passed is None:
             return made
         seen = _SEEN.setdefault(segment.job, set())
         seen.add(segment.key)
-        return PoisonedWindow(**_fields(made)) if len(seen) > 2 else made
+        return PoisonedWindow(**_fields(made)) if len(seen) > passed else made
 
     patch(FusedPass, "_batch", batch)
     patch(training_passes, "_forward_window", window)

@@ -15,9 +15,10 @@ from torch import Tensor
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.errors import InternalError, JobError
 from coserve.model.chain import Chain
+from coserve.schedule.cost import CostModel
 from coserve.train.example import Example
 from coserve.worker.inference import InferenceBatch
-from forked_executors import POISON, POISONED, fork_executors, plant_errors
+from forked_executors import PASSED, POISON, POISONED, fork_executors, plant_errors
 from models import tiny, with_lora
 
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -45,16 +46,16 @@ def run(seed: int, folder: Path, poisoned: bool, **fields: Any) -> Outcome:
     engine = Engine(tiny("llama", torch.float64), config)
     engine.adapters.load("lora", folder)
     jobs, answers, errors = [], [], list[str]()
-    for name in ("one", POISONED, "two"):
-        drawn = [[draws.randrange(3, 60) for _ in range(draws.randint(4, 30))] for _ in range(10)]
+    for name in ("one", *POISONED, "two"):
+        drawn = [[draws.randrange(3, 60) for _ in range(draws.randint(4, 30))] for _ in range(16)]
         data = [Example((*tokens,), (*tokens[1:], -100)) for tokens in drawn]
-        if name != POISONED or poisoned:
+        if name not in POISONED or poisoned:
             jobs.append(engine.finetune(data, name, LoRAConfig(rank=4), SETTINGS, job=f"{name} {seed}"))
     for number in range(6):
         prompt = [draws.randrange(3, 60) for _ in range(draws.randint(2, 20))]
         if number == 3:
             prompt = [POISON, *prompt]
-        sampling = SamplingParams(max_tokens=8, ignore_eos=True, seed=number, **SAMPLING[number % 2])
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True, seed=number, **SAMPLING[number % 2])
         if number != 3 or poisoned:
             adapter = (None, "lora")[number % 2]
             answers.append(engine.generate(prompt, adapter=adapter, sampling=sampling))
@@ -65,16 +66,17 @@ def run(seed: int, folder: Path, poisoned: bool, **fields: Any) -> Outcome:
             with pytest.raises(InternalError) as failed:
                 answer.result()
             errors.append(str(failed.value))
-            assert len(answer.tokens) == 3, "those before it"
+            assert len(answer.tokens) == PASSED + 1, "those before it"
         else:
             done = answer.result()
             found.append((done.tokens, [one.chosen for one in done.logprobs]))
     for job in jobs:
-        if job.job.startswith(POISONED):
+        name = job.job.partition(" ")[0]
+        if name in POISONED:
             with pytest.raises(JobError) as failed_job:
                 job.result()
             errors.append(str(failed_job.value))
-            assert len(job.history) == 2, "steps before it"
+            assert len(job.history) == POISONED[name], "steps before it"
             continue
         own = engine.adapters.weights(job.adapter).parameters()
         weights = torch.cat([own[name].flatten() for name in sorted(own)])
@@ -88,6 +90,7 @@ def run(seed: int, folder: Path, poisoned: bool, **fields: Any) -> Outcome:
 @pytest.mark.parametrize("mode", ["local", "remote", "deterministic"])
 def test_only_who_is_the_cause_fails(mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fork_executors(monkeypatch)
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)  # so steps are the same on any machine
     plant_errors(monkeypatch.setattr)
     with torch.no_grad():
         with_lora(tiny("llama"), 1, 0.6).save_pretrained(str(tmp_path))
@@ -109,12 +112,13 @@ def test_only_who_is_the_cause_fails(mode: str, monkeypatch: pytest.MonkeyPatch,
     found = run(seed, tmp_path, True, **fields)
     assert found.errors == [
         "the request failed: ValueError: planted",
-        f"job {POISONED} {seed} failed: ValueError: planted",
+        *(f"job {name} {seed} failed: ValueError: planted" for name in POISONED),
     ]
     if mode != "remote":
         assert any(answers > 1 for answers, _ in together) and (1, 0) in together and (0, 1) in together
     if mode == "local":
         assert any(windows > 1 for _, windows in together), "windows of several jobs"
+        assert any(answers and windows for answers, windows in together), "windows beside answers"
     for own, other in zip(found.answers, wanted.answers, strict=True):
         assert own[0] == other[0], "tokens"
         assert own[1] == (other[1] if mode == "deterministic" else pytest.approx(other[1], rel=1e-9))
