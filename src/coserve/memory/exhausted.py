@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 
@@ -16,7 +16,6 @@ from coserve.errors import (
     TogetherFailed,
 )
 
-T = TypeVar("T")
 # Errors that are no outcome of any one's work: of a whole pass, of the process, of a device, which computes
 # nothing after one.
 _NOBODYS: Final = (PassFailed, ServerError, torch.AcceleratorError)
@@ -49,29 +48,31 @@ def words_of(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def run_shared(work: Callable[[], T]) -> T:
-    """Runs a pass that several share. Raises TogetherFailed where memory runs out."""
-    try:
-        return work()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        words = words_of(error)
-    raise TogetherFailed(words)  # after the error, whose frames hold their tensors
+@contextmanager
+def shared() -> Iterator[None]:
+    """Surrounds work that several share. Raises TogetherFailed where memory runs out."""
+    short: list[str] = []
+    with exhaustion(short.append):
+        yield
+    if short:  # after the error, whose frames hold their tensors
+        raise TogetherFailed(short[0])
 
 
-def run_together(what: str, work: Callable[[], T]) -> T | None:
-    """Runs a pass of `what`, which several share. Raises TogetherFailed where memory runs out; None where it
-    fails for another reason, which is in the log, and for which one of them fails alone as well."""
+@contextmanager
+def together(what: str) -> Iterator[list[str]]:
+    """Surrounds a pass of `what`, which several share. Raises TogetherFailed where memory runs out. Where the
+    pass fails for another reason, which is in the log, it ends, and the list that this gives has its words:
+    one of those who share it fails alone as well."""
+    failed: list[str] = []
     try:
-        return run_shared(work)
+        with shared():
+            yield failed
     except _NOBODYS:
         raise
     except BaseException as error:
         if not _contains:
             raise
-        contained(error, what)
-        return None
+        failed.append(str(contained(error, what)))  # not the error, whose frames hold their tensors
 
 
 @contextmanager

@@ -9,7 +9,6 @@ windows as they were.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from coserve.adapters.sites import EMBEDDED
 from coserve.attention.states import States, mixers_in
 from coserve.core.sequence import Direction, Span
 from coserve.kernels.rows import concat_rows, split_rows
-from coserve.memory.exhausted import run_together
+from coserve.memory.exhausted import together
 from coserve.model.base import Base
 from coserve.model.batch import LayerCalls
 from coserve.train.activations import ActivationStore
@@ -78,13 +77,13 @@ def _backward_group(
     """Takes a group back through a layer in one pass; where that fails for another reason than memory, each
     of its windows in one of its own, which only the job fails that is the cause."""
     group = [window for window in group if window[0] not in short]  # a job may have failed at another window
-    found = None
+    found: list[LayerGradients] = []
     if len(group) > 1:
-        work = partial(layer_gradients, layer, [window for _, window in group], check)
-        found = run_together(f"windows of several jobs in layer {layer}, on their way back", work)
+        with together(f"windows of several jobs in layer {layer}, on their way back"):
+            found = layer_gradients(layer, [window for _, window in group], check)
     for number, (job, window) in enumerate(group):
         with short.of(job):
-            gradients = layer_gradients(layer, [window], check)[0] if found is None else found[number]
+            gradients = found[number] if found else layer_gradients(layer, [window], check)[0]
             window.accumulate(layer, gradients)
 
 

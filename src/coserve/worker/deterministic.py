@@ -16,15 +16,19 @@ from coserve.attention.tiled import TiledBackend
 from coserve.core.plan import (
     BasePlan,
     InferenceSegment,
+    PassesAlone,
+    Sampled,
     TokenLogprobs,
+    TrainingSegment,
 )
 from coserve.kernels.native.build import torch_only
+from coserve.memory.exhausted import shared, together
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged
 from coserve.model.sample import sample, token_logprobs
 from coserve.train.window_group import ForwardWindow
-from coserve.worker.fused_pass import FusedPass, Passed, Traveller
+from coserve.worker.fused_pass import FusedPass, Traveller
 from coserve.worker.inference import InferenceBatch, adapter_ranges
 from coserve.worker.sampler import Drawn, Sampler
 from coserve.worker.worker import Worker
@@ -57,8 +61,18 @@ class DeterministicPass(FusedPass):
 
     sampler_type = DeterministicSampler
 
-    def _pass(self, plan: BasePlan) -> Passed:
-        return self._drawn(plan.inference), (), []
+    def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """See `FusedPass`. No window shares a pass."""
+        if plan.alone is PassesAlone.ALL:
+            return self._one_by_one(plan.inference), []
+        drawn: list[Drawn] = []
+        with together("a pass that several share") as failed:
+            drawn += self._drawn(plan.inference)
+        if failed:
+            return self._one_by_one(plan.inference), []
+        with shared():
+            found = self.sampler.note(drawn)
+        return found, []
 
     def _drawn(self, segments: Sequence[InferenceSegment]) -> list[Drawn]:
         passes = map(super()._drawn, _groups(segments))

@@ -15,7 +15,7 @@ from coserve.core.request import Request
 from coserve.core.sequence import Sequence as Answer
 from coserve.errors import CoserveError, TogetherFailed
 from coserve.kernels.row_tiles import RowTiles
-from coserve.memory.exhausted import failing_alone, run_shared
+from coserve.memory.exhausted import failing_alone, shared
 from coserve.model.sampling_table import SamplingTable
 
 NEWEST: Final = -1  # in place of a token that only the device knows: its sequence's newest
@@ -91,7 +91,8 @@ class SequenceTable:
                 self._answers[segment.key].pages += segment.new_pages
                 grown.append(segment)
         try:
-            run_shared(partial(self._give_pages, grown))
+            with shared():
+                self._give_pages(grown)
         except TogetherFailed:
             for segment in grown:
                 with failing_alone("the request", partial(lost.__setitem__, segment.key)):

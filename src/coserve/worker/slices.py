@@ -13,7 +13,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from coserve.core.plan import TrainingSegment
-from coserve.memory.exhausted import run_together
+from coserve.memory.exhausted import together
 from coserve.train.backward import BackwardWindow, backward_layers
 from coserve.train.pause import TrainingPause
 from coserve.train.shortage import Shortages
@@ -73,16 +73,15 @@ class ForwardSlices(WindowSlices[ForwardWindow]):
     def _run(self, layers: range) -> None:
         """Raises TogetherFailed where memory does not last for several. Where they fail together for another
         reason each goes on alone from where it is, and fails if it is the cause."""
-        if len(self._windows) > 1 and run_together("windows of several jobs", partial(self._go, layers)):
-            return
+        if len(self._windows) > 1:
+            with together("windows of several jobs") as failed:
+                self._forward(self.going, layers)
+            if not failed:
+                return
         for segment, window in self._windows.items():
             if segment.job not in self._short:
                 with self._short.of(segment.job):
                     self._forward([window], range(max(window.reached, layers.start), layers.stop))
-
-    def _go(self, layers: range) -> bool:
-        self._forward(self.going, layers)
-        return True
 
 
 class TailSlice:

@@ -1,12 +1,11 @@
 """A step's training: windows in slices forward, through the tail and back, and optimizer steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 
 from coserve.core.plan import MicroBatchOutput, OptimStep, TrainingSegment, Updated
 from coserve.core.sequence import Direction
 from coserve.errors import CoserveError, JobError, TogetherFailed
-from coserve.memory.exhausted import run_shared
+from coserve.memory.exhausted import shared
 from coserve.train.backward import BackwardWindow
 from coserve.train.micro_batch import MicroBatchState
 from coserve.train.pause import TrainingPause
@@ -73,7 +72,8 @@ class TrainingPasses:
                 due.append((session, update))
         outcomes: list[Updated | JobError] = []
         try:
-            outcomes = run_shared(partial(update_all, due))
+            with shared():
+                outcomes += update_all(due)
         except TogetherFailed:  # and nothing has changed
             for one in due:
                 with short.of(one[0].job):

@@ -17,7 +17,7 @@ from coserve.errors import (
     WeightsUnreadable,
     WrongAnswer,
 )
-from coserve.memory.exhausted import failing_alone, is_out_of_memory, run_together
+from coserve.memory.exhausted import failing_alone, is_out_of_memory, together
 
 CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
 
@@ -46,16 +46,12 @@ NOBODYS = [
 ]
 
 
-def raises(error: BaseException) -> None:
-    raise error
-
-
 @pytest.mark.parametrize("error", NOBODYS, ids=repr)
 def test_errors_of_all_are_raised(error: BaseException) -> None:
     """Of a pass that runs again, of the process, and of a device, which computes nothing after one."""
     failed = list[CoserveError]()
-    with pytest.raises(type(error)):
-        run_together("rows", lambda: raises(error))
+    with pytest.raises(type(error)), together("rows"):
+        raise error
     with pytest.raises(type(error)), failing_alone("the request", failed.append):
         raise error
     assert not failed
@@ -63,11 +59,13 @@ def test_errors_of_all_are_raised(error: BaseException) -> None:
 
 def test_an_error_is_that_of_several_or_of_one() -> None:
     known, failed = AdapterError("as it is"), list[CoserveError]()
-    assert (
-        run_together("rows", lambda: 3) == 3 and run_together("rows", lambda: raises(KeyError("x"))) is None
-    )
-    with pytest.raises(TogetherFailed, match="can't allocate"):
-        run_together("rows", lambda: raises(RuntimeError(CPU)))
+    with together("rows") as nothing:
+        pass
+    with together("rows") as words:
+        raise KeyError("x")
+    assert not nothing and words == ["rows failed: KeyError: 'x'"]
+    with pytest.raises(TogetherFailed, match="can't allocate"), together("rows"):
+        raise RuntimeError(CPU)
     for error in (known, ValueError("shapes"), torch.AcceleratorError("CUDA error: out of memory")):
         with failing_alone("job a", failed.append, JobError):
             raise error
