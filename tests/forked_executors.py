@@ -203,11 +203,8 @@ def shortages(part: str, after: int, times: int, between: int) -> Iterator[Calla
 
 
 POISON = 61  # the first token of a prompt whose answer fails in the middle of a pass; others have none
-PASSED = 8  # tokens of such an answer that are fed back before that
-POISONED = {
-    "early": 1,
-    "late": 5,
-}  # names of jobs that fail on their way forward, after so many micro-batches
+PASSED = 4  # tokens of such an answer that are fed back before that
+POISONED = {"early": 0, "late": 2}  # jobs that fail on their way forward, after so many micro-batches
 _SEEN: dict[str, set[int]] = {}  # keys of the micro-batches of such jobs
 
 

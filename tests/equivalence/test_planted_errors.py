@@ -39,23 +39,23 @@ class Outcome:
     errors: list[str]
 
 
-def run(seed: int, folder: Path, poisoned: bool, **fields: Any) -> Outcome:
-    """An engine with answers of the base and of an adapter, and jobs, some of both `poisoned`."""
+def run(seed: int, folder: Path, poisoned: bool, count: int, **fields: Any) -> Outcome:
+    """An engine with `count` answers of the base and of an adapter, and jobs, some of both `poisoned`."""
     draws = random.Random(seed)
     config = EngineConfig(dtype="float64", calibrate=False, cache_tokens=512, page_size=4, **fields)
     engine = Engine(tiny("llama", torch.float64), config)
     engine.adapters.load("lora", folder)
     jobs, answers, errors = [], [], list[str]()
     for name in ("one", *POISONED, "two"):
-        drawn = [[draws.randrange(3, 60) for _ in range(draws.randint(4, 30))] for _ in range(16)]
+        drawn = [[draws.randrange(3, 60) for _ in range(draws.randint(4, 30))] for _ in range(8)]
         data = [Example((*tokens,), (*tokens[1:], -100)) for tokens in drawn]
         if name not in POISONED or poisoned:
             jobs.append(engine.finetune(data, name, LoRAConfig(rank=4), SETTINGS, job=f"{name} {seed}"))
-    for number in range(6):
+    for number in range(count):
         prompt = [draws.randrange(3, 60) for _ in range(draws.randint(2, 20))]
         if number == 3:
             prompt = [POISON, *prompt]
-        sampling = SamplingParams(max_tokens=40, ignore_eos=True, seed=number, **SAMPLING[number % 2])
+        sampling = SamplingParams(max_tokens=10, ignore_eos=True, seed=number, **SAMPLING[number % 2])
         if number != 3 or poisoned:
             adapter = (None, "lora")[number % 2]
             answers.append(engine.generate(prompt, adapter=adapter, sampling=sampling))
@@ -87,17 +87,18 @@ def run(seed: int, folder: Path, poisoned: bool, **fields: Any) -> Outcome:
 
 
 @pytest.mark.local  # opens processes of its own
-@pytest.mark.parametrize("mode", ["local", "remote", "deterministic"])
+@pytest.mark.parametrize("mode", ["local", "local, without answers", "remote", "deterministic"])
 def test_only_who_is_the_cause_fails(mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fork_executors(monkeypatch)
     monkeypatch.setattr(CostModel, "observe", lambda *_: None)  # so steps are the same on any machine
     plant_errors(monkeypatch.setattr)
     with torch.no_grad():
         with_lora(tiny("llama"), 1, 0.6).save_pretrained(str(tmp_path))
-    fields = {"deterministic": True} if mode == "deterministic" else {"executor": mode}
+    exactly, asks = mode == "deterministic", mode != "local, without answers"
+    plain: dict[str, Any] = {"count": 6 if asks else 0, "deterministic": exactly}
     seed = secrets.randbits(31)
     print(f"seed {seed}")
-    wanted = run(seed, tmp_path, False, **({} if mode == "remote" else fields))
+    wanted = run(seed, tmp_path, False, **plain)
     together, forward = list[tuple[int, int]](), Chain.forward
 
     def noted(chain: Chain, travellers: Sequence[Any], *rest: Any, **named: Any) -> None:
@@ -109,21 +110,20 @@ def test_only_who_is_the_cause_fails(mode: str, monkeypatch: pytest.MonkeyPatch,
             raise
 
     monkeypatch.setattr(Chain, "forward", noted)
-    found = run(seed, tmp_path, True, **fields)
+    found = run(seed, tmp_path, True, **plain, executor="remote" if mode == "remote" else "local")
     assert found.errors == [
-        "the request failed: ValueError: planted",
+        *["the request failed: ValueError: planted"] * asks,
         *(f"job {name} {seed} failed: ValueError: planted" for name in POISONED),
     ]
-    if mode != "remote":
-        assert any(answers > 1 for answers, _ in together) and (1, 0) in together and (0, 1) in together
-    if mode == "local":
-        assert any(windows > 1 for _, windows in together), "windows of several jobs"
-        assert any(answers and windows for answers, windows in together), "windows beside answers"
+    if mode != "remote":  # whose passes are in another process
+        assert (0, 1) in together, "a window alone"
+        assert not asks or ((1, 0) in together and any(answers > 1 for answers, _ in together))
+    if mode.startswith("local"):  # first steps have all that there is
+        assert any(windows > 1 and bool(answers) is asks for answers, windows in together)
     for own, other in zip(found.answers, wanted.answers, strict=True):
         assert own[0] == other[0], "tokens"
-        assert own[1] == (other[1] if mode == "deterministic" else pytest.approx(other[1], rel=1e-9))
+        assert own[1] == (other[1] if exactly else pytest.approx(other[1], rel=1e-9))
     for own_job, other_job in zip(found.jobs, wanted.jobs, strict=True):
-        exactly = mode == "deterministic"
         assert own_job[0] == (other_job[0] if exactly else pytest.approx(other_job[0], rel=1e-9))
         bounds = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-7, "atol": 1e-10}
         torch.testing.assert_close(own_job[1], other_job[1], **bounds)
