@@ -49,7 +49,22 @@ _DROPOUTS = (
     "hidden_dropout",
 )  # fmt: skip
 _FULL_AND_SLIDING = ["sliding_attention", "full_attention"] * 3
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+    "mamba_d_ssm": 128,
+}  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 3, **_MAMBA},
+    "bamba": {"attn_layer_indices": [1, 4], **_MAMBA},
+    "falcon_h1": _MAMBA,
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp"] * 2, "mamba_num_heads": 8, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8,
+    },
+    "jamba": {"num_experts": 1, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "mamba": {"state_size": 8, "time_step_rank": 8},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {"layer_types": _FULL_AND_SLIDING},
@@ -59,8 +74,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-}
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+}  # fmt: skip
 # Models whose types have recurrent layers, and these have none.
 WITHOUT_RECURRENCE: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid dense": ("granitemoehybrid", {"num_local_experts": 0}),
