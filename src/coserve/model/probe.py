@@ -98,7 +98,8 @@ def own_forward(base: Base) -> Own:
         if len(prompts) > 1 and _has_states(base.model.config):
             with suppress(AttributeError, TypeError, ValueError):  # a model with a cache of its own (MiniMax)
                 begun, decoded = _cut(base, prompts[0], len(prompts[0]) - 1, run)
-                first, second, last = in_lockstep(base.chain.blocks, [begun, whole[1], decoded])
+                passes: list[Callable[[], _OwnPart]] = [begun, whole[1], decoded]
+                first, second, last = in_lockstep(base.chain.blocks, passes)
                 parts = [[first, last], [second]]
         parts = parts or [[part] for part in in_lockstep(base.chain.blocks, whole)]
     out = parts[0][0].outputs[0]
