@@ -99,11 +99,12 @@ def refused(name: str, **changes: object) -> str:
     return str(error.value)
 
 
-def test_recurrent_models_are_refused() -> None:
-    sentence = refused("mamba", hidden_size=64, num_hidden_layers=2, state_size=8)
-    assert "mamba" in sentence and "recurrent" in sentence
-    sentence = refused("qwen3_next", num_experts=4)
-    assert "qwen3_next" in sentence and "recurrent" in sentence
+def test_recurrent_models_with_states_of_their_own_are_refused() -> None:
+    """Those that hand them on otherwise than through a cache's convolution and recurrent states."""
+    sentence = refused("recurrent_gemma", lru_width=64, head_dim=16, attention_window_size=32)
+    assert "2 of its 3 layers have no attention, or compute it by code of their own" in sentence
+    sentence = refused("minimax", num_local_experts=2, head_dim=16)
+    assert "layers have no attention, or compute it by code of their own" in sentence
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:

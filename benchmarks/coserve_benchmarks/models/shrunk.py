@@ -84,6 +84,10 @@ def _sections(*pairs: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [*pairs]}}
 
 
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+    "mamba_d_ssm": 128,
+}  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
     **{
         f"{name}_text": _sections(4, 2, 2)
@@ -91,6 +95,21 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "glm4v_moe_text": _sections(2, 1, 1),
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], "rope_parameters": None},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 3, **_MAMBA},
+    "bamba": {"attn_layer_indices": [1, 4], **_MAMBA},
+    "falcon_h1": _MAMBA,
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp"] * 2,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
+    "jamba": {"num_experts": 1, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "mamba": {"state_size": 8, "time_step_rank": 8},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {"layer_types": _FULL_AND_SLIDING},
@@ -100,7 +119,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
 }
 _OF_WHOLES: dict[str, dict[str, Any]] = {
     "gemma4": {

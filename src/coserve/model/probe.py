@@ -8,17 +8,20 @@ or masks that begin at some position show although they change little.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from coserve.adapters.sites import decoder_of
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.attention.paged import make_batched
@@ -73,27 +76,80 @@ class _Outputs(threading.local):
 
 def own_forward(base: Base) -> Own:
     """Runs the model's own forward, before any module is replaced; passes all blocks once. Without data one
-    prompt shows what there is to see."""
+    prompt shows what there is to see. Where a model has states, the row that is decoded comes from its own
+    cache: its code for one row may differ from that for several (Nemotron H has a least time step in the
+    latter alone)."""
     outputs = _Outputs()
     prompts = draw(base, *(_LENGTHS[:1] if is_without_data(base) else _LENGTHS))
 
     @torch.no_grad()
-    def run(ids: Tensor) -> tuple[list[Any], Tensor, list[Tensor]]:
+    def run(ids: Tensor, given: Mapping[str, Any]) -> "_OwnPart":
         outputs.found = []
         with NotedChoices() as noted:
-            logits = base.model(input_ids=ids[None], use_cache=False).logits[0]
-        return outputs.found, logits, noted.chosen
+            logits = base.model(input_ids=ids[None], **given).logits[0]
+        return _OwnPart(outputs.found, logits, noted.chosen)
 
     with ExitStack() as hooks:
         for block in base.chain:
             handle = block.module.register_forward_hook(lambda _layer, _in, out: outputs.found.append(out))
             hooks.callback(handle.remove)
-        found = in_lockstep(base.chain.blocks, [partial(run, ids) for ids in prompts])
-    hidden = [[out[0] if isinstance(out, tuple) else out for out in outs] for outs, _, _ in found]
-    choices = [chosen for _, _, chosen in found]
-    first = found[0][0][0]
-    returns = len(first) if isinstance(first, tuple) else 0
-    return Own(prompts, hidden, [logits for _, logits, _ in found], choices, returns)
+        whole = [partial(run, ids, {"use_cache": False}) for ids in prompts]
+        parts: list[list[_OwnPart]] = []
+        if len(prompts) > 1 and _has_states(base.model.config):
+            with suppress(AttributeError, TypeError, ValueError):  # a model with a cache of its own (MiniMax)
+                begun, decoded = _cut(base, prompts[0], len(prompts[0]) - 1, run)
+                passes: list[Callable[[], _OwnPart]] = [begun, whole[1], decoded]
+                first, second, last = in_lockstep(base.chain.blocks, passes)
+                parts = [[first, last], [second]]
+        parts = parts or [[part] for part in in_lockstep(base.chain.blocks, whole)]
+    out = parts[0][0].outputs[0]
+    returns = len(out) if isinstance(out, tuple) else 0
+    return Own(
+        prompts,
+        [[torch.cat(outs, 1) for outs in zip(*(p.hidden for p in own), strict=True)] for own in parts],
+        [torch.cat([part.logits for part in own]) for own in parts],
+        [[torch.cat(rows) for rows in zip(*(part.choices for part in own), strict=True)] for own in parts],
+        returns,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnPart:
+    """Results of the model's own forward for some rows of a prompt."""
+
+    outputs: list[Any]
+    logits: Tensor
+    choices: list[Tensor]
+
+    @property
+    def hidden(self) -> list[Tensor]:
+        """Hidden states [1, rows, width] behind each layer."""
+        return [out[0] if isinstance(out, tuple) else out for out in self.outputs]
+
+
+Run = Callable[[Tensor, Mapping[str, Any]], "_OwnPart"]
+
+
+def _cut(
+    base: Base, ids: Tensor, place: int, run: Run
+) -> tuple[Callable[[], "_OwnPart"], Callable[[], "_OwnPart"]]:
+    """The model's own forward of a prompt in two passes with one cache; the second may run a layer behind the
+    first."""
+    name = "cache_params" if "cache_params" in signature(decoder_of(base.model).forward).parameters else ""
+    begun, rest = _Counting(base.model.config, 0), _Counting(base.model.config, place)
+    rest.layers = begun.layers
+    passes = []
+    for span, cache in ((slice(0, place), begun), (slice(place, len(ids)), rest)):
+        positions = torch.arange(len(ids), device=ids.device)[None, span]
+        told = {"position_ids": positions} if base.takes_positions else {}
+        passes.append(partial(run, ids[span], {name or "past_key_values": cache, "use_cache": True, **told}))
+    return passes[0], passes[1]
+
+
+def _has_states(config: PreTrainedConfig) -> bool:
+    """Tells whether transformers keeps states for some layers of a model, in its own cache."""
+    layers = DynamicCache(config=config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 class ProbeRows:
@@ -287,23 +343,27 @@ def _are_same(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return bool((one - other).abs().max() <= tolerance * one.abs().max())
 
 
-class _Preceding(DynamicCache):  # type: ignore[misc]
-    """A cache that reports how many tokens precede, and holds none: attention has their keys and values."""
+class _Counting(DynamicCache):  # type: ignore[misc]
+    """A cache that reports how many tokens precede."""
 
     def __init__(self, config: PreTrainedConfig, length: int) -> None:
         super().__init__(config=config)
         self._length = length
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._length + query_length, 0
+
+
+class _Preceding(_Counting):
+    """A cache that holds none of the tokens that precede: attention has their keys and values."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
 
 
 def _expect(base: Base, got: Tensor, want: Tensor, allowed: Tensor, positions: Tensor, what: str) -> None:

@@ -39,7 +39,7 @@ class MicroBatchKV:
     def past(self, layer: int, window: Window) -> PastKV:
         """Keys and values that the window's rows may attend to beside those of the layer's own pass."""
         source = self._source(layer)
-        if self._is_bare(source):
+        if source not in self._own[0] and not self.virtual:  # of recurrent layers, or feed-forward alone
             return PastKV()
         return PastKV(
             self.virtual.of(source) if self.virtual else None,
@@ -54,7 +54,7 @@ class MicroBatchKV:
         in at least float32."""
         pairs = iter(zip(grads[::2], grads[1::2], strict=True))
         source = self._source(layer)
-        if self._is_bare(source):
+        if not grads:  # nothing attends in the layer
             return
         if self.virtual:
             self.virtual.add_grads(source, next(pairs))
@@ -73,10 +73,6 @@ class MicroBatchKV:
     def drop_grads(self, layer: int, window: Window) -> None:
         """Frees those gradients once the window has gone back through the layer."""
         self._grads.drop(layer, window.span)
-
-    def _is_bare(self, layer: int) -> bool:
-        """Tells whether nothing attends in a layer: a recurrent one, or of a feed-forward network alone."""
-        return layer not in self._own[0] and not self.virtual
 
     def _source(self, layer: int) -> int:
         """The layer whose keys and values `layer` attends to."""

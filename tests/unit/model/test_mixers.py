@@ -1,0 +1,65 @@
+"""Recurrent mixers of a base: found by what they do with a cache, with the linears around them; and that
+cache against transformers' own."""
+
+import random
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from coserve.model.load import load_base
+from coserve.model.recurrent import Mixer, WindowCache
+from models import tiny
+from recurrent import build
+
+
+def mixers_of(name: str) -> list[Mixer]:
+    base = load_base(build(name))
+    assert all(isinstance(mixer, Mixer) for mixer in base.mixers)
+    return list(base.mixers)  # type: ignore[arg-type]
+
+
+def names(mixer: Mixer) -> list[tuple[str, float]]:
+    return [(flat.path.rpartition(".")[2], flat.factor) for flat in mixer.anatomy.flat]
+
+
+def test_mixers_are_found_with_the_linears_around_them() -> None:
+    first, second = mixers_of("qwen3_next")
+    assert (first.layer, second.layer) == (0, 2) and (first.number, second.number) == (0, 1)
+    assert names(first) == [("in_proj_qkvz", 1.0), ("in_proj_ba", 1.0)]
+    assert first.anatomy.last == "model.layers.0.linear_attn.out_proj"
+    assert [(shape.shape, shape.dtype) for shape in first.shapes] == [
+        ((64, 4), torch.float32),
+        ((4, 8, 8), torch.float32),
+    ]
+    multiplied, *_ = mixers_of("falcon_h1")
+    assert names(multiplied) == [("in_proj", 1.25)]
+    convolution, *_ = mixers_of("lfm2")
+    assert [shape.shape for shape in convolution.shapes] == [(48, 3)]
+    assert not load_base(tiny("llama")).mixers
+
+
+def test_one_that_forgets_its_state_goes_by_rows() -> None:
+    """Mamba 1's code for several rows begins with an empty state; and reads a linear's weight instead of
+    calling it."""
+    one, _ = mixers_of("mamba")
+    two, _ = mixers_of("mamba2")
+    assert one.anatomy.by_rows and not two.anatomy.by_rows
+    assert names(one) == [("in_proj", 1.0)]
+    base = load_base(build("mamba"))
+    inside = [path for path in base.linears if path.endswith(("x_proj", "dt_proj"))]
+    assert len(inside) == 4 and not set(inside) & set(base.sites)
+
+
+def test_a_window_cache_keeps_the_columns_that_transformers_keeps() -> None:
+    draws, generator = random.Random("columns"), torch.Generator().manual_seed(0)
+    for _ in range(20):
+        own, size = LinearAttentionLayer(), draws.randint(2, 5)
+        before: dict[tuple[str, int], torch.Tensor] = {}
+        for _ in range(6):
+            new = torch.randn(2, 3, draws.randint(1, 7), generator=generator)
+            cache = WindowCache(before, is_recording=True)
+            got = cache.update_conv_state(new, 0, conv_kernel_size=size)
+            assert torch.equal(got, own.update_conv_state(new, conv_kernel_size=size))
+            assert torch.equal(cache.after["conv", 0], own.conv_states[0])
+            assert cache.is_asked and cache.has_previous_state() is bool(before)
+            before = dict(cache.after)
