@@ -215,7 +215,8 @@ def tamper_tensors(tensors: dict[str, Tensor], draws: random.Random) -> str:
             tensors[name] = tensor[:0].clone()
         case 8:
             spoilt = tensor.clone()
-            spoilt.view(-1)[:1] = draws.choice([float("nan"), float("inf")])
+            is_index = not spoilt.is_floating_point()
+            spoilt.view(-1)[:1] = 120 if is_index else draws.choice([float("nan"), float("inf")])
             tensors[name] = spoilt
         case 9:
             tensors[name.removeprefix("base_model.model.").replace("lora_A.", "lora_A.default.")] = (
