@@ -18,13 +18,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coserve import Engine, SamplingParams, TrainingConfig
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter, read_outline
 from coserve.adapters.merge import merge_adapter
-from coserve.adapters.methods import methods, readers
+from coserve.adapters.methods import method_of, methods, readers
 from coserve.adapters.settings import settings_of
 from coserve.errors import AdapterError
 from coserve.model import native_layer
-from coserve.train.needs import _adapter_bytes
+from coserve.train.needs import _adapter_bytes, bypass_bytes
 from methods import SMALL, case_of, engine_of, served, windowed_errors, with_peft
 from mixed import make_examples
 from models import Exact, logits_of, save, tiny
@@ -150,6 +151,7 @@ def test_served_saved_and_merged(case: str, name: str, tmp_path: Path) -> None:
     assert exact(case, logprobs(merged.eval()), theirs, logprobs)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("case", [case for case in THEIRS if case not in AS_LORA])
 def test_gradients(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of windows that are cut and kept in every way. In float64, as PEFT's, where PEFT computes in it. (The
@@ -248,3 +250,21 @@ def test_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
         assert adapter.nbytes == sum(storages.values()) + made, kind
         assert read_outline(tmp_path / kind, kind, base, dtype).nbytes == adapter.nbytes, kind
         assert _adapter_bytes(adapter, dtype)[1] == adapter.nbytes, kind
+
+
+def test_bytes_of_rows_on_their_way_back() -> None:
+    """Counted by the program itself without data, on top of a job's other needs."""
+    engine = engine_of("llama", **LAYERS)
+    of_rows = {
+        kind: [
+            bypass_bytes(engine.base, AdapterVersion(kind, 0, (part,)), rows)
+            for rows in (64, 128)
+            for part in [method_of(one).fresh(one, engine.base, torch.Generator())]
+        ]
+        for kind, own in {**OURS, "lora": {}}.items()
+        for one in settings_of({"type": kind, **own})
+    }
+    assert of_rows["lora"] == of_rows["trainable_tokens"] == [0, 0]
+    for kind in OURS.keys() - {"trainable_tokens"}:
+        fewer, more = of_rows[kind]
+        assert fewer >= 64 * 64 * 4 and 1.5 * fewer < more <= 2 * fewer, (kind, fewer, more)
