@@ -211,12 +211,14 @@ def _logprobs_of(answer: Any) -> Tensor:
     return found
 
 
-def test_trained_here(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trained_here(dtype: torch.dtype, tmp_path: Path) -> None:
     """Fresh adapters of all methods, trained side by side, change nothing at first and something at last, and
-    PEFT answers with their files as they are served."""
+    PEFT answers with their files as they are served; in bfloat16 as closely as the base answers."""
     fields = {**LAYERS, "vocab_size": SMALL}
-    engine = engine_of("llama", config={"cache_tokens": 4096}, **fields)
+    engine = engine_of("llama", dtype, config={"cache_tokens": 4096}, **fields)
     base = served(engine, PROMPT, None)
+    rounding = error(base, logprobs(tiny("llama", **fields)).double())
     training = TrainingConfig(
         learning_rate=3e-2, batch_size=2, max_steps=4, warmup_ratio=0.0, weight_decay=0.0
     )
@@ -225,13 +227,17 @@ def test_trained_here(tmp_path: Path) -> None:
         settings = settings_of({"type": kind, **own})
         jobs[kind] = engine.finetune(make_examples(kind), kind, settings, training)
         fresh = error(served(engine, PROMPT, f"{kind}@0"), base.double())
-        assert (fresh <= 1e-5) != (kind in CHANGING), (kind, fresh)
+        if dtype is torch.float32:
+            assert (fresh <= 1e-5) != (kind in CHANGING), (kind, fresh)
     for kind, job in jobs.items():
         job.result().save(tmp_path / kind)
         ours = served(engine, PROMPT, kind)
         assert error(ours, base.double()) > 1e-2, kind
         theirs = PeftModel.from_pretrained(tiny("llama", **fields), str(tmp_path / kind)).eval()
-        assert exact(kind, ours, theirs, logprobs), kind
+        if dtype is torch.float32:
+            assert exact(kind, ours, theirs, logprobs), kind
+        else:
+            assert error(ours, logprobs(theirs).double()) <= 4 * rounding, kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

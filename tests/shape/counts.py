@@ -139,8 +139,10 @@ def counted() -> list[Count]:
     in_parts = sum(len(unrelated(made)) > 1 for made in classes())
     present = {made.name for made in classes()}
     return [
-        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 33_545, 28_000),
-        Count("lines of the package", lines(), 95_087, 82_000),
+        # 17 more: a job's needs count what bypasses take on the way back, and parameters that they share.
+        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 33_562, 28_000),
+        # 2,121 more: fourteen files of adapter methods, and what they share.
+        Count("lines of the package", lines(), 97_208, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),
