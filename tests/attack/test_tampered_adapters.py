@@ -52,6 +52,8 @@ LONGEST = 900  # characters of a refusal
 COPIED = (  # by PEFT, beside bypasses
     "embed_tokens.base_layer.weight", "lm_head.base_layer.weight", "_proj.randlora_A", "_proj.randlora_B",
 )  # fmt: skip
+# A head that is tied is another base's; PEFT reads chosen vectors on no float64 base.
+ELSEWHERE = ("trainable_tokens, tied", "lora, with tied tokens", "vblora, chosen")
 TOLERANCE = 1e-4  # of log-probabilities: adapters move them by 1e-2 and more, float32 sums within by 1e-6
 PROMPT = [5, 9, 2, 14, 3, 3, 18]
 FIELDS: dict[str, Any] = {"vocab_size": SMALL, "attention_bias": True}
@@ -73,7 +75,7 @@ THEIRS: dict[str, PeftConfig] = {
     "prompt": PromptTuningConfig(num_virtual_tokens=3),
     "p-tuning": PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8),
     "prefix": PrefixTuningConfig(num_virtual_tokens=2),
-    **{case: kind(**fields) for case, (kind, fields) in BESIDE.items() if "tied" not in case},
+    **{case: kind(**fields) for case, (kind, fields) in BESIDE.items() if case not in ELSEWHERE},
 }
 OURS: dict[str, Sequence[object]] = {
     "bitfit": [BitFitConfig()],
@@ -215,7 +217,8 @@ def tamper_tensors(tensors: dict[str, Tensor], draws: random.Random) -> str:
             tensors[name] = tensor[:0].clone()
         case 8:
             spoilt = tensor.clone()
-            spoilt.view(-1)[:1] = draws.choice([float("nan"), float("inf")])
+            is_index = not spoilt.is_floating_point()
+            spoilt.view(-1)[:1] = 120 if is_index else draws.choice([float("nan"), float("inf")])
             tensors[name] = spoilt
         case 9:
             tensors[name.removeprefix("base_model.model.").replace("lora_A.", "lora_A.default.")] = (
@@ -256,8 +259,6 @@ class Oracle:
         spare = {f"base_model.model.{p}{i}.weight" for p in ("model.embed_tokens", "lm_head")
                  for i in ("", ".base_layer")}  # fmt: skip
         spare |= {name for name in got if name.endswith(COPIED)}
-        if loaded.active_peft_config.is_prompt_learning and fields.get("task_type") is None:
-            return "nothing: PEFT puts virtual tokens before the sequences of a task alone"
         strange = (got.keys() ^ tensors.keys()) - spare
         return f"partly: {sorted(strange)[:3]}" if strange else found
 
@@ -411,6 +412,8 @@ def test_tampered_files_are_refused_or_equal_peft(
         for _ in range(draws.choice([1, 1, 1, 2])):
             is_field = draws.random() < 0.6 or not tensors
             what += f"{tamper_fields(fields, draws) if is_field else tamper_tensors(tensors, draws)}; "
+        if "num_virtual_tokens" in fields and fields.get("task_type") is None:
+            continue  # PEFT puts virtual tokens before the sequences of a task alone
         folder = tmp_path / str(seed)
         folder.mkdir()
         (folder / "adapter_config.json").write_text(json.dumps(fields))

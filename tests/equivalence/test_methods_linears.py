@@ -18,13 +18,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coserve import Engine, SamplingParams, TrainingConfig
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter, read_outline
 from coserve.adapters.merge import merge_adapter
-from coserve.adapters.methods import methods, readers
+from coserve.adapters.methods import method_of, methods, readers
 from coserve.adapters.settings import settings_of
 from coserve.errors import AdapterError
 from coserve.model import native_layer
-from coserve.train.needs import _adapter_bytes
+from coserve.train.needs import _adapter_bytes, bypass_bytes
 from methods import SMALL, case_of, engine_of, served, windowed_errors, with_peft
 from mixed import make_examples
 from models import Exact, logits_of, save, tiny
@@ -150,6 +151,7 @@ def test_served_saved_and_merged(case: str, name: str, tmp_path: Path) -> None:
     assert exact(case, logprobs(merged.eval()), theirs, logprobs)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("case", [case for case in THEIRS if case not in AS_LORA])
 def test_gradients(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of windows that are cut and kept in every way. In float64, as PEFT's, where PEFT computes in it. (The
@@ -209,12 +211,14 @@ def _logprobs_of(answer: Any) -> Tensor:
     return found
 
 
-def test_trained_here(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trained_here(dtype: torch.dtype, tmp_path: Path) -> None:
     """Fresh adapters of all methods, trained side by side, change nothing at first and something at last, and
-    PEFT answers with their files as they are served."""
+    PEFT answers with their files as they are served; in bfloat16 as closely as the base answers."""
     fields = {**LAYERS, "vocab_size": SMALL}
-    engine = engine_of("llama", config={"cache_tokens": 4096}, **fields)
+    engine = engine_of("llama", dtype, config={"cache_tokens": 4096}, **fields)
     base = served(engine, PROMPT, None)
+    rounding = error(base, logprobs(tiny("llama", **fields)).double())
     training = TrainingConfig(
         learning_rate=3e-2, batch_size=2, max_steps=4, warmup_ratio=0.0, weight_decay=0.0
     )
@@ -223,13 +227,17 @@ def test_trained_here(tmp_path: Path) -> None:
         settings = settings_of({"type": kind, **own})
         jobs[kind] = engine.finetune(make_examples(kind), kind, settings, training)
         fresh = error(served(engine, PROMPT, f"{kind}@0"), base.double())
-        assert (fresh <= 1e-5) != (kind in CHANGING), (kind, fresh)
+        if dtype is torch.float32:
+            assert (fresh <= 1e-5) != (kind in CHANGING), (kind, fresh)
     for kind, job in jobs.items():
         job.result().save(tmp_path / kind)
         ours = served(engine, PROMPT, kind)
         assert error(ours, base.double()) > 1e-2, kind
         theirs = PeftModel.from_pretrained(tiny("llama", **fields), str(tmp_path / kind)).eval()
-        assert exact(kind, ours, theirs, logprobs), kind
+        if dtype is torch.float32:
+            assert exact(kind, ours, theirs, logprobs), kind
+        else:
+            assert error(ours, logprobs(theirs).double()) <= 4 * rounding, kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -248,3 +256,21 @@ def test_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
         assert adapter.nbytes == sum(storages.values()) + made, kind
         assert read_outline(tmp_path / kind, kind, base, dtype).nbytes == adapter.nbytes, kind
         assert _adapter_bytes(adapter, dtype)[1] == adapter.nbytes, kind
+
+
+def test_bytes_of_rows_on_their_way_back() -> None:
+    """Counted by the program itself without data, on top of a job's other needs."""
+    engine = engine_of("llama", **LAYERS)
+    of_rows = {
+        kind: [
+            bypass_bytes(engine.base, AdapterVersion(kind, 0, (part,)), rows)
+            for rows in (64, 128)
+            for part in [method_of(one).fresh(one, engine.base, torch.Generator())]
+        ]
+        for kind, own in {**OURS, "lora": {}}.items()
+        for one in settings_of({"type": kind, **own})
+    }
+    assert of_rows["lora"] == of_rows["trainable_tokens"] == [0, 0]
+    for kind in OURS.keys() - {"trainable_tokens"}:
+        fewer, more = of_rows[kind]
+        assert fewer >= 64 * 64 * 4 and 1.5 * fewer < more <= 2 * fewer, (kind, fewer, more)

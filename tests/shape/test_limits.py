@@ -18,7 +18,8 @@ BOUND = re.compile(r"_?(MOST|LONGEST|LARGEST|DEEPEST|MAX)(_[A-Z_]+)?")
 SETTING = re.compile(r"max_\w+|\w+_(seconds|days|steps)")
 # Constants with such names that bound nothing of a request: of caches, errors' words and the processes' own.
 OWN = {
-    "adapters.methods.fourierft._MOST_KNOWN", "serve.processes.process.LONGEST_LINE",
+    "adapters.methods.fourierft._MOST_KNOWN", "adapters.linears._MOST_PEAKS",
+    "serve.processes.process.LONGEST_LINE",
     "serve.processes.process.LARGEST_LOG", "serve.processes.watchdog._MOST_DOUBLINGS",
     "serve.adapter_registry.imports._LONGEST_BASE", "serve.errors._LONGEST",
     "serve.reporting.mlflow._LONGEST",

@@ -94,6 +94,11 @@ class Bypass(ABC):
         """Bytes of what it makes of its parameters at its first use, and keeps."""
         return 0
 
+    def replayed(self, rows: int, dtype: torch.dtype) -> int:
+        """The most bytes that it takes for so many rows on their way back, beside what a linear or sublayer
+        takes in any case."""
+        return 0
+
     @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
         """Trained parameters by names unique at the place."""
@@ -164,6 +169,9 @@ class SequentialBypass(Bypass):
     @property
     def made(self) -> int:
         return sum(bypass.made for bypass in self.links)
+
+    def replayed(self, rows: int, dtype: torch.dtype) -> int:
+        return sum(bypass.replayed(rows, dtype) for bypass in self.links)
 
     @property
     def replaces(self) -> bool:

@@ -8,13 +8,13 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Final, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from coserve.adapters.bypass import Bypass, Dense, Part, Place, Side
+from coserve.adapters.bypass import Bypass, Dense, Part, Place, Side, exact_type
 from coserve.adapters.method import Written, chosen
 from coserve.adapters.patterns import check_patterns, first_entries, peft_entries
 from coserve.adapters.replace import (
@@ -31,6 +31,7 @@ from coserve.core.ranges import check_range
 from coserve.core.setting import Range, noted
 from coserve.errors import AdapterError, AdapterMismatch
 from coserve.kernels.dropout import Mask
+from coserve.memory.fake_tensors import fake_tensors
 
 MODEL: Final = "base_model."  # how the names of tensors begin that belong to no module
 _PIECE: Final = 1024  # inputs of a linear that are merged at once
@@ -121,6 +122,9 @@ class Frozen:
 
 
 _NONE: Final = Frozen({})
+# Peaks by what they depend on: a model's linears have few shapes.
+_REPLAYED: Final[dict[tuple[object, ...], int]] = {}
+_MOST_PEAKS: Final = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +138,7 @@ class LinearBypass(Bypass, Generic[C]):
     dropout: float = 0.0
     note: str = ""
     mask: Mask | None = None
+    side: ClassVar[Side] = Side.OUTPUT
 
     def parameters(self) -> Tensors:
         return self.tensors
@@ -153,6 +158,35 @@ class LinearBypass(Bypass, Generic[C]):
 
     def dropping(self: _Self, mask: Mask) -> _Self:
         return replace(self, mask=mask)
+
+    def replayed(self, rows: int, dtype: torch.dtype) -> int:
+        """The peak of the program itself, on tensors without data."""
+        key = type(self), repr(self.settings), self.site.inputs, self.site.outputs, rows, dtype
+        if key not in _REPLAYED:
+            _REPLAYED[key] = self._peak(rows, dtype)
+            while len(_REPLAYED) > _MOST_PEAKS:
+                _REPLAYED.pop(next(iter(_REPLAYED)), None)  # another thread may have been quicker
+        return _REPLAYED[key]
+
+    def _peak(self, rows: int, dtype: torch.dtype) -> int:
+        own = exact_type(dtype) if self.exact else dtype
+        with fake_tensors() as counted:
+            tensors = {n: torch.empty(t.shape, dtype=own).requires_grad_() for n, t in self.tensors.items()}
+            frozen = {
+                name: torch.empty(t.shape, dtype=own if t.is_floating_point() else t.dtype)
+                for name, t in self.frozen.tensors.items()
+            }
+            x = torch.empty(rows, self.site.inputs, dtype=dtype).requires_grad_()
+            y = torch.empty(rows, self.site.outputs, dtype=dtype).requires_grad_()
+            if self.side is Side.INPUT:
+                y = x
+            one = replace(self, tensors=tensors, frozen=Frozen(frozen), mask=None)
+            before = counted.live
+            counted.reset()
+            given = one.add(x, y)
+            asked = [x, y, *tensors.values()]
+            torch.autograd.grad(given, asked, torch.empty_like(given), allow_unused=True)
+            return counted.peak - before
 
 
 class AddingBypass(LinearBypass[C]):
@@ -224,7 +258,6 @@ class LinearMethod(Generic[C]):
     config: type[C]
     bypass: type[LinearBypass[C]]
     aliases: Mapping[str, str]
-    side: Side = Side.OUTPUT
     transposed: bool = False
     ignored: Collection[str] = ("init_weights",)
     inits: Collection[object] = ()
@@ -298,7 +331,7 @@ class LinearMethod(Generic[C]):
             site = sites[path]
             tensors = self.draw(settings, self.shapes(settings, site), generator)
             own = self.frozen_at(settings, site, None, generator) or frozen
-            bypasses[Place(path, self.side)] = self._made({**tensors, **shared}, site, settings, own)
+            bypasses[Place(path, self.bypass.side)] = self._made({**tensors, **shared}, site, settings, own)
         return Part(self.name, config, {**bypasses, **replaced})
 
     def read(self, saved: Saved, frame: Frame) -> Part:
@@ -329,7 +362,7 @@ class LinearMethod(Generic[C]):
                 tensors[ending] = tensor = saved.tensor(f"{PREFIX}{path}.{ending}")
                 expect_shape(site, ending, tensor, *shape)
             own = self.frozen_at(settings, site, saved, None) or frozen
-            bypasses[Place(path, self.side)] = self._made(tensors, site, settings, own, note)
+            bypasses[Place(path, self.bypass.side)] = self._made(tensors, site, settings, own, note)
         replaced = take_replacements(saved, frame, selection.within)
         expect_copies(saved, frame)
         return Part(self.name, config, {**bypasses, **replaced})

@@ -91,7 +91,8 @@ def job_needs(
     window = largest if steps.window is None else min(steps.window, largest)
     # A state where each window ends, and what one of them is owed.
     own[Account.ACTIVATIONS] += (at_once // window + 1 + steps.in_flight) * state_nbytes(base.mixers)
-    shared = max(backward_bytes(base, window), moments if steps.offloaded else 0)
+    back = backward_bytes(base, window) + bypass_bytes(base, adapter, window)
+    shared = max(back, moments if steps.offloaded else 0)
     return JobNeeds(own, shared)
 
 
@@ -157,6 +158,15 @@ def backward_bytes(base: Base, window: int) -> int:
     rows = min(loss_rows(base.vocabulary, base.row_buckets, base.device), base.row_buckets.pad_rows(window))
     loss = rows * base.vocabulary * (2 * width + exact)
     return max(loss, replayed_bytes(base, window))
+
+
+def bypass_bytes(base: Base, adapter: AdapterVersion, window: int) -> int:
+    """The most bytes that an adapter's bypasses in one layer take beside that for a window's rows."""
+    layers: dict[int, int] = {}
+    for place, bypass in adapter.placed():
+        stage = base.sites[place.path].stage
+        layers[stage] = layers.get(stage, 0) + bypass.replayed(window, base.dtype)
+    return max(layers.values(), default=0)
 
 
 def replayed_bytes(base: Base, window: int) -> int:

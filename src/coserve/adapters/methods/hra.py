@@ -30,6 +30,8 @@ class HRAConfig(LinearConfig):
 class HRABypass(TurningBypass[HRAConfig]):
     """`hra_u` [in, rank]: a direction a column, of any length."""
 
+    side = Side.INPUT
+
     def change(self, y: Tensor) -> Tensor:
         """H₁ … Hᵣ is I − U M⁻¹ Uᵀ, with U's products above M's diagonal and halves on it (Schreiber and Van
         Loan 1989); y is a row here, so the transpose of that is meant."""
@@ -61,7 +63,6 @@ class HRA(LinearMethod[HRAConfig]):
 
     name, peft_type, config, bypass = "hra", "HRA", HRAConfig, HRABypass
     aliases: Mapping[str, str] = {"r": "rank", "apply_GS": "apply_gs", "target_modules": "targets"}
-    side = Side.INPUT
 
     def shapes(self, settings: HRAConfig, site: Site) -> Shapes:
         return {_U: (site.inputs, settings.rank)}

@@ -47,6 +47,8 @@ class OFTConfig(LinearConfig):
 class OFTBypass(TurningBypass[OFTConfig]):
     """The upper triangles of skew-symmetric blocks, [blocks, width (width − 1) / 2], row by row."""
 
+    side = Side.INPUT
+
     def change(self, y: Tensor) -> Tensor:
         return _apply(y, self._turns())
 
@@ -96,7 +98,6 @@ class OFT(LinearMethod[OFTConfig]):
 
     name, peft_type, config, bypass = "oft", "OFT", OFTConfig, OFTBypass
     aliases: Mapping[str, str] = {"r": "blocks", "oft_block_size": "block_size", "target_modules": "targets"}
-    side = Side.INPUT
     ignored = ("init_weights", "eps")
     inits = (True, False)
     forgone = ("module_dropout",)
