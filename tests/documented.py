@@ -26,6 +26,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+import platformdirs
+
 from certificates import Authority
 from coserve import tiny
 from coserve.tiny import newtasks
@@ -229,6 +231,11 @@ class Desk:
             (bin_ / name).write_text(f'#!/bin/sh\nexec {sys.executable}{told} "$@"\n')
             (bin_ / name).chmod(0o755)
         places = {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("DATA", "CONFIG", "CACHE")}
+        # Compiled kernels are those of all tests: desks would compile them for seconds each.
+        kernels = platformdirs.user_cache_path("coserve") / "kernels"
+        kernels.mkdir(parents=True, exist_ok=True)
+        (folder / "cache" / "coserve").mkdir(parents=True)
+        (folder / "cache" / "coserve" / "kernels").symlink_to(kernels)
         path = os.pathsep.join([str(bin_), os.environ["PATH"]])
         asked = {"COSERVE_PORT": self.ports["8000"], "COSERVE_URL": self.url}
         self.environment = {**os.environ, **SMALL, **places, "PATH": path, **asked, **environment}

@@ -34,7 +34,7 @@ from typing import Any, Final
 _PRELOADED: Final = (
     "coserve.engine.process", "coserve.serve.main", "coserve.worker.service", "coserve.split.service",
     "coserve.cli.app", "coserve.cli.serve", "coserve.serve.processes.supervisor", "openai",
-    "transformers.models.llama.modeling_llama", "transformers.generation.utils",
+    "transformers.models.llama.modeling_llama", "transformers.generation.utils", "forked_executors",
 )  # fmt: skip
 _READ_AT_IMPORT: Final = ("OMP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "LD_", "PYTHONHASHSEED")
 _CHILD_OF_SUPERVISOR: Final = ["-m", "coserve.wire.launch"]

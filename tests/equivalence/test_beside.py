@@ -6,9 +6,8 @@ often as the interpreter lets them, so that whatever streams should not share sh
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,6 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
 
     with Exact():
         engine = Engine(tiny(name, torch.float64), config)
-        in_exact_threads(engine)
         for adapter, folder in folders.items():
             engine.adapters.load(adapter, folder)
         training = TrainingConfig(
@@ -116,17 +114,6 @@ def run(adapters: tuple[str, dict[str, Path]], policy: str, asked: list[Asked], 
     assert all(job.status == "succeeded" for job in jobs)
     losses = [update.loss for job in jobs for update in job.history]
     return Done([handle.tokens for handle in handles], weights(engine) if data else {}, losses, beside, fused)
-
-
-def in_exact_threads(engine: Engine) -> None:
-    """`Exact` is its thread's own: streams have it too."""
-    streams = engine.executor.worker._streams
-    streams.answer, streams.train = (partial(_exact, work) for work in (streams.answer, streams.train))
-
-
-def _exact(work: Callable[[BasePlan], Any], plan: BasePlan) -> Any:
-    with Exact():
-        return work(plan)
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:

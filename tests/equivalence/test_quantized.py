@@ -19,7 +19,7 @@ from coserve.model.quantized.embedding import QuantizedEmbedding
 from coserve.model.quantized.nf4 import NF4Placement
 from coserve.train.example import Example
 from methods import SMALL, case_of, engine_of, forward_errors, served, windowed_errors, with_peft
-from models import Exact, greedy, logits_of, tiny
+from models import Exact, greedy, inexact, logits_of, tiny
 from plain import with_biases, with_bottlenecks
 
 BITS = ("8bit", "4bit")
@@ -35,7 +35,7 @@ def library_works_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     def outside(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with torch._C.DisableTorchFunction():
+            with inexact():
                 return function(*args, **kwargs)
 
         return call

@@ -80,6 +80,7 @@ def _answers(client: Client, first: str) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_address_that_others_reach_needs_a_key(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN]
     state = ["--state", str(tmp_path / "state")]
