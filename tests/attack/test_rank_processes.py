@@ -54,7 +54,7 @@ def busy(engine: Engine) -> None:
 
 
 def lost(engine: Engine, seconds: float = 30.0) -> str:
-    """What the engine says when its ranks are lost; none of them is left."""
+    """The error of an engine that has lost its ranks; none of them is left."""
     started = time.monotonic()
     with pytest.raises(EngineLost) as caught:
         while time.monotonic() < started + seconds:

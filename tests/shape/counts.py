@@ -139,8 +139,10 @@ def counted() -> list[Count]:
     in_parts = sum(len(unrelated(made)) > 1 for made in classes())
     present = {made.name for made in classes()}
     return [
-        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 33_545, 28_000),
-        Count("lines of the package", lines(), 95_087, 82_000),
+        # Of these lines 760 and 1,990 are tensor parallelism: parallel/, model/sharded/, the ranks' processes
+        # (executors/), adapters cut over ranks, and the command that plans them.
+        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 34_305, 28_000),
+        Count("lines of the package", lines(), 97_080, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),

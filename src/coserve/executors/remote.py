@@ -76,7 +76,9 @@ class RemoteExecutor(WorkerTransport):
         self._pauses = self._withdrawn = 0
         self._beating: set[WorkerProcess] = set()
         self._on_progress: Callable[[], object] = int  # nothing
+        self._is_open = False
         opened = self._open(ExecutorStart(model, config, torch.get_num_threads(), tokenizer))
+        self._is_open = True
         self._spec = opened
         self.base = _without_weights(model, config, opened)
         self.base.frozen = RemoteParameters(self, self.base.frozen)
@@ -94,7 +96,7 @@ class RemoteExecutor(WorkerTransport):
         message = PLAN + pauses + encode_plan(plan)
         if len(message) > _AHEAD:  # as in `call`; a process that is stuck does nothing but receive
             self._end_plans(waits=False)
-        self._signs()
+        self._signs(self.workers)
         self._beating.clear()  # drops heartbeats of earlier plans
         self._send(message)
         super().launch(plan)
@@ -198,25 +200,28 @@ class RemoteExecutor(WorkerTransport):
                         found[worker] = worker.read()
                         if not goes_on(found[worker]):
                             return [found[worker]]
-                if ready or self._signs():
-                    quiet = 0.0
-                    if not ready:
-                        self._on_progress()
-                elif (quiet := quiet + QUIET) >= _SILENCE:
-                    self._expect_progress()
+                is_alive = not ready and self._signs(left)
+                quiet = 0.0 if ready or is_alive else quiet + QUIET
+                if is_alive:
+                    self._on_progress()
+                if quiet >= _SILENCE:
+                    self._expect_progress(left)
                     quiet = 0.0
         return [found[worker] for worker in self.workers]
 
-    def _expect_progress(self) -> None:
-        """Raises EngineLost where some ranks wait for others, which do not move."""
-        hanging = [worker for worker in self.workers if worker.hangs()]
+    def _expect_progress(self, left: Sequence[WorkerProcess]) -> None:
+        """Raises EngineLost where ranks wait for others, which do not move: in a collective, or as those that
+        are not `left` have given their answers."""
+        if not self._is_open:
+            return
+        hanging = [worker for worker in left if worker.hangs()]
         if 0 < len(hanging) < len(self.workers):
             raise EngineLost(f"{hanging[0].name} hangs: the others have waited {_SILENCE:g} s for it")
 
-    def _signs(self) -> bool:
-        """Tells whether a heartbeat of every process has come since the last time that one had."""
-        self._beating |= {worker for worker in self.workers if worker.signs()}
-        if is_alive := len(self._beating) == len(self.workers):
+    def _signs(self, workers: Sequence[WorkerProcess]) -> bool:
+        """Tells whether a heartbeat of each of these has come since the last time that one of each had."""
+        self._beating |= {worker for worker in workers if worker.signs()}
+        if is_alive := self._beating.issuperset(workers):
             self._beating.clear()
         return is_alive
 

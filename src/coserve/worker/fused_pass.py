@@ -79,9 +79,10 @@ class FusedPass:
 
     def _recorder(self) -> Record | None:
         """The recorder of answers' passes; None on a processor, where layers are not in memory as they are or
-        computed elsewhere, and where attention waits for the device."""
+        computed elsewhere or by several ranks, and where attention waits for the device."""
         base = self.base
-        if base.device.type != "cuda" or base.makes_calls or base.reader is not None:
+        is_alone = base.shards.ranks.count == 1
+        if base.device.type != "cuda" or not is_alone or base.makes_calls or base.reader is not None:
             return None
         return CudaGraphs(base.device) if self.attention.is_capturable else None
 
