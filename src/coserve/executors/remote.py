@@ -244,8 +244,8 @@ class RemoteExecutor(WorkerTransport):
             raise lost from error
 
     def _cause(self) -> EngineLost | None:
-        """What ended the ranks: a signal to one of them, or the failure that came first. Others fail as they
-        wait for that one."""
+        """The cause of the ranks' end: a signal to one of them, or the failure that came first. Others fail
+        as they wait for that one."""
         for worker in self.workers:
             worker.listen()
         if killed := [worker for worker in self.workers if (worker.process.poll() or 0) < 0]:

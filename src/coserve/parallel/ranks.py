@@ -55,7 +55,7 @@ class Ranks:
         return list(numbers)
 
     def first(self, value: Any) -> Any:
-        """What the first rank has: a plain value."""
+        """The first rank's value, a plain one, for all."""
         return value
 
     def summed(self, x: Tensor) -> Tensor:
