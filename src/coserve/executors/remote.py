@@ -106,12 +106,14 @@ class RemoteExecutor(WorkerTransport):
         message = self._codec.encode_command(command)
         with self._gathering if isinstance(command, _GATHER) else nullcontext():
             if command.beside:
-                reply = self._call_beside(message)
+                replies = self._call_beside(message)
             else:  # after all results: two ends that both send more than a socket holds would deadlock
                 self._end_plans(waits=not isinstance(command, ReadMemory))
                 self._send(COMMAND + message)
-                reply = self._next()[0][1:]
-        found: R = self._codec.decode_reply(reply, command.reply)
+                replies = [reply[1:] for reply in self._next()]
+        if len(replies) > 1:
+            self._expect_same(replies)
+        found: R = self._codec.decode_reply(replies[0], command.reply)
         return found
 
     def pause_training(self) -> None:
@@ -161,13 +163,21 @@ class RemoteExecutor(WorkerTransport):
             for worker in self.workers:
                 worker.send(message)
 
-    def _call_beside(self, message: bytes) -> bytes:
+    def _call_beside(self, message: bytes) -> list[bytes]:
         with self._together(), ExitStack() as stack:
             socks = [stack.enter_context(worker.beside()) for worker in self.workers]
             for sock in socks:
                 send_frame(sock, message)
-            answers = [worker.answer(sock) for worker, sock in zip(self.workers, socks, strict=True)]
-        return answers[0]
+            return [worker.answer(sock) for worker, sock in zip(self.workers, socks, strict=True)]
+
+    def _expect_same(self, replies: Sequence[bytes]) -> None:
+        """Raises EngineLost where some ranks have done a command, and others have failed: they would go on
+        otherwise."""
+        faults = [Codec.fault_in(reply) for reply in replies]
+        failed = [(worker, fault) for worker, fault in zip(self.workers, faults, strict=True) if fault]
+        if 0 < len(failed) < len(replies):
+            with self._together():
+                raise EngineLost(f"{failed[0][0].name} alone has failed: {failed[0][1]}")
 
     def _repeat(self, narrower: bool) -> None:
         super()._repeat(narrower)
