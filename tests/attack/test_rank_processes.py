@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ import pytest
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.core.plan import BasePlan, BaseResult, Sampled
-from coserve.errors import ConfigError, CoserveError, EngineLost, UnsupportedModel
+from coserve.errors import ConfigError, CoserveError, EngineLost, OutOfMemory, UnsupportedModel
 from coserve.executors import remote
 from coserve.executors.channel import RESULT
+from coserve.executors.codec import Codec
 from coserve.executors.executor import FetchAdapter
 from coserve.executors.remote import RemoteExecutor
 from coserve.train.example import Example
@@ -105,6 +107,12 @@ class _Told:
     def read(self) -> bytes:
         return RESULT + encode_result(self.result)
 
+    failed = None
+    process: Any = SimpleNamespace(poll=lambda: None, kill=lambda: None)
+
+    def listen(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -118,6 +126,18 @@ def test_ranks_that_draw_other_tokens_are_lost(token: int) -> None:
         return
     with pytest.raises(EngineLost, match="rank 1 has drawn other tokens than the first one"):
         executor._receive(BasePlan())
+
+
+def test_ranks_of_which_one_fails_at_a_command_are_lost() -> None:
+    """All may fail: that is the caller's alone."""
+    executor = RemoteExecutor.__new__(RemoteExecutor)
+    executor.workers = [_Told("rank 0", 3), _Told("rank 1", 3)]  # type: ignore[list-item]
+    codec = Codec.__new__(Codec)
+    done, failed = codec.encode_reply(None), codec.encode_fault(OutOfMemory("no bytes"))
+    for replies in ([done, done], [failed, failed]):
+        executor._expect_same(replies)
+    with pytest.raises(EngineLost, match="rank 1 alone has failed: no bytes"):
+        executor._expect_same([done, failed])
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ TRAINING = TrainingConfig(
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=2)
 # Four ranks have a head each, and a quarter of the vocabulary, whose head is the embedding.
 TIED: dict[str, Any] = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+# Beside what is cut by vocabulary too.
+ENDS = "embed_tokens", "q_proj", "o_proj", "up_proj", "down_proj", "lm_head"
 CASES = [
     pytest.param("llama", 2, torch.float64, {}, id="llama in float64"),
     pytest.param("llama", 4, torch.float32, TIED, id="llama on four ranks"),
@@ -66,7 +68,8 @@ def test_ranks_compute_what_one_does(
         with engine_of(folder, count) as engine:
             told = [engine.base.fingerprint, engine.executor.spec.cache_nbytes * count]
             engine.adapters.load("peft", tmp_path / "peft")
-            job = engine.finetune(data, "mine", LoRAConfig(rank=4), TRAINING)
+            method = LoRAConfig(rank=4, targets=ENDS) if name == "qwen3" else LoRAConfig(rank=4)
+            job = engine.finetune(data, "mine", method, TRAINING)
             answers = [*ask(engine, questions), *ask(engine, questions, "peft")]
             engine.run()
             own = ask(engine, questions, "mine")

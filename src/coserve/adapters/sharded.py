@@ -23,7 +23,7 @@ from coserve.parallel.states import SUMMANDS, State
 
 @dataclass(frozen=True, slots=True)
 class MatrixShare:
-    """What a rank has of a trained matrix: the part along `dim`, or all of it (None), whose gradient
+    """A rank's share of a trained matrix: the part along `dim`, or all of it (None), whose gradient
     `is_sum` of what ranks find."""
 
     dim: int | None = None

@@ -93,6 +93,12 @@ class Codec:
         """An error in place of a reply."""
         return _encoder.encode((False, (type(error).__name__, str(error))))
 
+    @staticmethod
+    def fault_in(data: bytes) -> str | None:
+        """The text of the error in place of a reply; None for a reply."""
+        is_reply, raw = _reply.decode(data)
+        return None if is_reply else msgspec.msgpack.decode(raw, type=tuple[str, str])[1]
+
     def decode_reply(self, data: bytes, kind: Any) -> Any:
         """The reply, of type `kind`. Raises the executor's error, and msgspec.DecodeError on invalid
         messages."""

@@ -77,7 +77,9 @@ class RemoteExecutor(WorkerTransport):
         self._pauses = self._withdrawn = 0
         self._beating: set[WorkerProcess] = set()
         self._on_progress: Callable[[], object] = int  # nothing
+        self._is_open = False
         opened = self._open(ExecutorStart(model, config, torch.get_num_threads(), tokenizer))
+        self._is_open = True
         self._spec = opened
         self.base = _without_weights(model, config, opened)
         self.base.frozen = RemoteParameters(self, self.base.frozen)
@@ -95,7 +97,7 @@ class RemoteExecutor(WorkerTransport):
         message = PLAN + pauses + encode_plan(plan)
         if len(message) > _AHEAD:  # as in `call`; a process that is stuck does nothing but receive
             self._end_plans(waits=False)
-        self._signs()
+        self._signs(self.workers)
         self._beating.clear()  # drops heartbeats of earlier plans
         self._send(message)
         super().launch(plan)
@@ -105,12 +107,14 @@ class RemoteExecutor(WorkerTransport):
         message = self._codec.encode_command(command)
         with self._gathering if isinstance(command, _GATHER) else nullcontext():
             if command.beside:
-                reply = self._call_beside(message)
+                replies = self._call_beside(message)
             else:  # after all results: two ends that both send more than a socket holds would deadlock
                 self._end_plans(waits=not isinstance(command, ReadMemory))
                 self._send(COMMAND + message)
-                reply = self._next()[0][1:]
-        found: R = self._codec.decode_reply(reply, command.reply)
+                replies = [reply[1:] for reply in self._next()]
+        if len(replies) > 1:
+            self._expect_same(replies)
+        found: R = self._codec.decode_reply(replies[0], command.reply)
         return found
 
     def pause_training(self) -> None:
@@ -160,13 +164,21 @@ class RemoteExecutor(WorkerTransport):
             for worker in self.workers:
                 worker.send(message)
 
-    def _call_beside(self, message: bytes) -> bytes:
+    def _call_beside(self, message: bytes) -> list[bytes]:
         with self._together(), ExitStack() as stack:
             socks = [stack.enter_context(worker.beside()) for worker in self.workers]
             for sock in socks:
                 send_frame(sock, message)
-            answers = [worker.answer(sock) for worker, sock in zip(self.workers, socks, strict=True)]
-        return answers[0]
+            return [worker.answer(sock) for worker, sock in zip(self.workers, socks, strict=True)]
+
+    def _expect_same(self, replies: Sequence[bytes]) -> None:
+        """Raises EngineLost where some ranks have done a command, and others have failed: they would go on
+        otherwise."""
+        faults = [Codec.fault_in(reply) for reply in replies]
+        failed = [(worker, fault) for worker, fault in zip(self.workers, faults, strict=True) if fault]
+        if 0 < len(failed) < len(replies):
+            with self._together():
+                raise EngineLost(f"{failed[0][0].name} alone has failed: {failed[0][1]}")
 
     def _repeat(self, narrower: bool) -> None:
         super()._repeat(narrower)
@@ -199,25 +211,28 @@ class RemoteExecutor(WorkerTransport):
                         found[worker] = worker.read()
                         if not goes_on(found[worker]):
                             return [found[worker]]
-                if ready or self._signs():
-                    quiet = 0.0
-                    if not ready:
-                        self._on_progress()
-                elif (quiet := quiet + QUIET) >= _SILENCE:
-                    self._expect_progress()
+                is_alive = not ready and self._signs(left)
+                quiet = 0.0 if ready or is_alive else quiet + QUIET
+                if is_alive:
+                    self._on_progress()
+                if quiet >= _SILENCE:
+                    self._expect_progress(left)
                     quiet = 0.0
         return [found[worker] for worker in self.workers]
 
-    def _expect_progress(self) -> None:
-        """Raises EngineLost where some ranks wait for others, which do not move."""
-        hanging = [worker for worker in self.workers if worker.hangs()]
+    def _expect_progress(self, left: Sequence[WorkerProcess]) -> None:
+        """Raises EngineLost where ranks wait for others, which do not move: in a collective, or as those that
+        are not `left` have given their answers."""
+        if not self._is_open:
+            return
+        hanging = [worker for worker in left if worker.hangs()]
         if 0 < len(hanging) < len(self.workers):
             raise EngineLost(f"{hanging[0].name} hangs: the others have waited {_SILENCE:g} s for it")
 
-    def _signs(self) -> bool:
-        """Tells whether a heartbeat of every process has come since the last time that one had."""
-        self._beating |= {worker for worker in self.workers if worker.signs()}
-        if is_alive := len(self._beating) == len(self.workers):
+    def _signs(self, workers: Sequence[WorkerProcess]) -> bool:
+        """Tells whether a heartbeat of each of these has come since the last time that one of each had."""
+        self._beating |= {worker for worker in workers if worker.signs()}
+        if is_alive := self._beating.issuperset(workers):
             self._beating.clear()
         return is_alive
 
@@ -240,8 +255,8 @@ class RemoteExecutor(WorkerTransport):
             raise lost from error
 
     def _cause(self) -> EngineLost | None:
-        """What ended the ranks: a signal to one of them, or the failure that came first. Others fail as they
-        wait for that one."""
+        """The cause of the ranks' end: a signal to one of them, or the failure that came first. Others fail
+        as they wait for that one."""
         for worker in self.workers:
             worker.listen()
         if killed := [worker for worker in self.workers if (worker.process.poll() or 0) < 0]:

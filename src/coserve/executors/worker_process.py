@@ -69,15 +69,18 @@ class WorkerProcess:
                 self.read()
 
     def hangs(self) -> bool:
-        """Tells whether a rank is what the others wait for: it does not say that it waits for them."""
-        with self._lost():
+        """Tells whether a rank may be what the others wait for: it does not say that it waits for them. One
+        that has ended does not hang."""
+        try:
             self.signs()
             self.signals.sendall(NUMBER.pack(ASKED))
             select.select([self.signals], [], [], _ANSWER)
-            try:
-                return WAITS not in self.signals.recv(4096, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return True
+            answer = self.signals.recv(4096, socket.MSG_DONTWAIT)
+            return bool(answer) and WAITS not in answer
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def is_there(self) -> bool:
         """Tells whether something has come that was not read."""

@@ -1,4 +1,4 @@
-"""What collectives take on the links between ranks."""
+"""Links between ranks, and the seconds of collectives on them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PATIENCE: Final = 60.0  # seconds that a collective waits for the slowest rank, before the group ends
+# Seconds that a collective waits for the slowest rank, as one that reads its part of a large model. A rank
+# that has ended is missed at once, and one that hangs is found by the host (`executors/remote.py`).
+_PATIENCE: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,11 @@ class Ranks:
         return list(numbers)
 
     def first(self, value: Any) -> Any:
-        """What the first rank has: a plain value."""
+        """The first rank's value, a plain one, for all."""
+        return value
+
+    def decides(self, value: bool) -> bool:
+        """The first rank's decision, for all."""
         return value
 
     def summed(self, x: Tensor) -> Tensor:
@@ -132,6 +138,9 @@ class Group(Ranks):
         found = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         totals: list[float] = self.sum(found).tolist()
         return totals
+
+    def decides(self, value: bool) -> bool:
+        return bool(self.of(0, torch.tensor([value], device=self._device)))
 
     def first(self, value: Any) -> Any:
         told = [value]

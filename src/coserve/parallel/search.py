@@ -43,7 +43,7 @@ _TRAINED: Final = (
 
 
 class Cut(Enum):
-    """How a frozen linear is cut, in the words of transformers' plans: by its outputs, by its inputs, or not
+    """The cut of a frozen linear, in the words of transformers' plans: by its outputs, by its inputs, or not
     at all."""
 
     COLWISE = "colwise"
@@ -88,8 +88,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a plan is priced for: `rows` of a pass in numbers of `itemsize` bytes, and `passes` there and back
-    for an optimizer step."""
+    """The work that a plan is priced for: `rows` of a pass in numbers of `itemsize` bytes, and `passes`
+    there and back for an optimizer step."""
 
     rows: int = 2048
     passes: int = 4

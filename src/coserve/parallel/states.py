@@ -31,9 +31,8 @@ GRADIENTS: Final[Mapping[State, tuple[State, ...]]] = {
 
 
 class Change(Enum):
-    """What brings a tensor of rows from one state to another: FlexLLM's parallelization operators. Of
-    `REPLICATE` the way back is a `REDUCE`. `SPREAD` puts zeros around a rank's columns, which sends
-    nothing."""
+    """The step of a tensor of rows from one state to another: FlexLLM's parallelization operators. `SPREAD`
+    puts zeros around a rank's columns, which sends nothing."""
 
     NOTHING = "nothing"
     PARTITION = "partition"

@@ -1,4 +1,4 @@
-"""How adapters would be cut over ranks: dependent parallelization for a model that is not loaded."""
+"""Plans of adapters that are cut over ranks: dependent parallelization for a model that is not loaded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -80,10 +80,11 @@ class FusedPass:
 
     def _recorder(self) -> Record | None:
         """The recorder of answers' passes; None on a processor, where layers are not in memory as they are or
-        computed elsewhere, where attention waits for the device, and where layers have states: a graph would
-        write the half of the store that it was recorded with."""
+        computed elsewhere or by several ranks, where attention waits for the device, and where layers have
+        states: a graph would write the half of the store that it was recorded with."""
         base = self.base
-        if base.device.type != "cuda" or base.makes_calls or base.reader is not None or base.mixers:
+        is_whole = base.shards.ranks.count == 1 and not base.makes_calls and base.reader is None
+        if base.device.type != "cuda" or not is_whole or base.mixers:
             return None
         return CudaGraphs(base.device) if self.attention.is_capturable else None
 

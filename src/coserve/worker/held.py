@@ -161,7 +161,7 @@ class HeldState:
         return Outline.of(start.in_type(self.base.dtype))
 
     def _own(self, state: TrainingState) -> TrainingState:
-        """What this rank has of a state."""
+        """This rank's part of a state."""
         shards = self.base.shards
         moments = shards.cut_moments(state.adapter, state.moments)
         return replace(state, adapter=shards.cut(state.adapter), moments=moments)

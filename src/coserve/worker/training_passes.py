@@ -31,7 +31,7 @@ class TrainingPasses:
         self.sessions, self._held = held.sessions, held
         self.short = Shortages(held.drop_activations)
         ranks = held.base.shards.ranks
-        self.pause = TrainingPause(None if ranks.count == 1 else ranks.first)
+        self.pause = TrainingPause(None if ranks.count == 1 else ranks.decides)
 
     def run(
         self, segments: Sequence[TrainingSegment], layers: int, forward: Forward, alone: bool

@@ -1,4 +1,4 @@
-"""How a model is cut over ranks: by its own tensor-parallel plan, which transformers has for each kind."""
+"""The cut of a model over ranks: by its own tensor-parallel plan, which transformers has for each kind."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -24,9 +24,9 @@ _NOTHING: Final = ("replicated_with_grad_allreduce", "replicate")
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """How `ranks` cut a model: its linears by path (`linears`, those of which all ranks get the outputs also
-    in `gathered`), its fused experts (`experts`, by path), its embedding, and each tensor by name
-    (`tensors`)."""
+    """The cut of a model over `ranks`: its linears by path (`linears`, those of which all ranks get the
+    outputs also in `gathered`), its fused experts (`experts`, by path), its embedding, and each tensor by
+    name (`tensors`)."""
 
     ranks: int
     linears: Mapping[str, Cut]
