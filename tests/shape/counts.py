@@ -138,9 +138,11 @@ def counted() -> list[Count]:
     widest = collaborators()
     in_parts = sum(len(unrelated(made)) > 1 for made in classes())
     present = {made.name for made in classes()}
+    # 2026-11-30: 290 lines of model/ for attention older than the interface and indexed attention, 250
+    # of adapters/ for the text part of multimodal models and its names.
     return [
-        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 33_545, 28_000),
-        Count("lines of the package", lines(), 95_087, 82_000),
+        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 33_840, 28_000),
+        Count("lines of the package", lines(), 95_650, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),
