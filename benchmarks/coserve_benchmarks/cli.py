@@ -292,12 +292,20 @@ def models(
     only: Annotated[
         list[str] | None, typer.Option(help="A type of models; all by default. May be given several times.")
     ] = None,
+    join: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="JSON of a run of some types: such runs are joined.",
+        ),
+    ] = None,
 ) -> None:
     """Builds every type of language models small, and compares answers and training with transformers."""
     check_writable("--json", json_file)
-    from coserve_benchmarks.models.run import print_models, run_models
+    from coserve_benchmarks.models.run import join_runs, print_models, run_models
 
-    print_models(run_models(only or None, json_file))
+    print_models(join_runs(join, json_file) if join else run_models(only or None, json_file))
 
 
 @app.command()

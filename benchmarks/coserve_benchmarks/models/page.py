@@ -34,7 +34,7 @@ def render(found: Mapping[str, Any]) -> str:
     built = len(types) - len(by_kind["not built"])
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     lines = [
-        f"`{found['command']}`, {found['date']} UTC, {versions}: of {len(types)} types transformers builds "
+        f"`coserve bench models`, {found['date']} UTC, {versions}: of {len(types)} types transformers builds "
         f"{built} small. Of these {len(by_kind['exact'])} are exact (`exact_share` "
         f"{found['exact_share']:.3f}), {len(by_kind['refused'])} refused, {len(by_kind['fault'])} faulty.",
         "",
@@ -56,7 +56,7 @@ def render(found: Mapping[str, Any]) -> str:
 
 
 def kind_of(one: Mapping[str, Any]) -> str:
-    """What became of a type: exact, refused, not built or fault."""
+    """A type is exact, refused, not built or a fault."""
     if one["fault"]:
         return "fault"
     if one["unbuilt"]:

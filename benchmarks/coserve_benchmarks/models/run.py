@@ -1,10 +1,11 @@
 """`coserve bench models`: every type of models, one after the other."""
 
+import json
 import logging
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from coserve.core.checkout import measured_code
 from coserve.errors import ConfigError
 from coserve_benchmarks.models import shrunk
 from coserve_benchmarks.models.page import cell, kind_of
-from coserve_benchmarks.models.sweep import ANSWERS, TRAINING, Outcome, sweep
+from coserve_benchmarks.models.sweep import ANSWERS, TRAINING, sweep
 from coserve_benchmarks.results import Bar, Results
 
 NAMES: Final = (
@@ -26,6 +27,7 @@ NAMES: Final = (
     *shrunk.WITHOUT_RECURRENCE,
     *(n for n in shrunk.MULTIMODAL if n not in shrunk.NAMES),
 )
+_HEADER: Final = ("command", "code", "date", "ended", "versions", "tolerances")
 # Of all types that transformers builds small, the share that answers and trains exactly; and the number of
 # those that are neither exact nor refused.
 BARS: Final[Mapping[str, Bar | None]] = {"exact_share": None, "faults": Bar(0, at_most=True)}
@@ -44,19 +46,45 @@ def run_models(only: Collection[str] | None = None, json_path: str | Path | None
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
         "tolerances": {"answers": ANSWERS, "training": TRAINING},
     }
-    results, found = Results(header, json_path, BARS), list[Outcome]()
+    results, types = Results(header, json_path, BARS), dict[str, Any]()
     with _quiet():
         for outcome in sweep(only or NAMES):
-            found.append(outcome)
-            kinds = Counter(map(kind_of, map(asdict, found)))
-            built = len(found) - kinds["not built"]
-            results.row("exact_share", kinds["exact"] / built if built else 0.0)
-            results.row("faults", kinds["fault"])
-            results.section("types", {one.name: asdict(one) for one in found})
-            print(f"{outcome.name:28} {cell(asdict(outcome))[:150]}", flush=True)
+            types[outcome.name] = asdict(outcome)
+            _count(results, types)
+            print(f"{outcome.name:28} {cell(types[outcome.name])[:150]}", flush=True)
     header["ended"] = _now()
     results.save()
     return results.as_dict()
+
+
+def join_runs(files: Sequence[Path], json_path: str | Path | None = None) -> dict[str, Any]:
+    """Joins runs of some types each, whose JSON these files are, and returns what `--json` writes. Raises
+    ConfigError for other files."""
+    runs = [_read(file) for file in files]
+    first = {key: runs[0].get(key) for key in _HEADER}
+    header = {**first, "earlier": [{key: run.get(key) for key in _HEADER} for run in runs[1:]]}
+    results = Results(header, json_path, BARS)
+    _count(results, {name: one for run in runs for name, one in run["types"].items()})
+    return results.as_dict()
+
+
+def _count(results: Results, types: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes down types, and the share of those that are exact."""
+    kinds = Counter(map(kind_of, types.values()))
+    built = len(types) - kinds["not built"]
+    results.row("exact_share", kinds["exact"] / built if built else 0.0)
+    results.row("faults", kinds["fault"])
+    results.section("types", dict(types))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{file}: expected the JSON of a run: {error}") from error
+    if not isinstance(found, dict) or "types" not in found:
+        raise ConfigError(f"{file} is no JSON of `coserve bench models`")
+    return found
 
 
 def print_models(results: Mapping[str, Any], console: Console | None = None) -> None:

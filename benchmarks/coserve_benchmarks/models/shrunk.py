@@ -23,7 +23,7 @@ POSITIONS = 256
 WINDOW = 20  # of the sliding attentions
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = tuple(sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES))
-MOST = 14_000_000  # parameters; what stays larger is not tried
+MOST = 45_000_000  # parameters; what stays larger is not tried
 _SIZES: dict[int, tuple[str, ...]] = {
     64: ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "index_topk"),
     6: ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"),
@@ -110,6 +110,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8, "time_step_rank": 8},
     "falcon_mamba": {"state_size": 8, "time_step_rank": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
+    "step3p5": {"sliding_window": 64},  # in masks alone, which limits sequences
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {"layer_types": _FULL_AND_SLIDING},

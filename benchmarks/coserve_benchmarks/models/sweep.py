@@ -56,7 +56,7 @@ _STEP: Final = 1e6
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one type. `unbuilt` are transformers' own words where it makes no small model that reads
+    """The outcome of one type. `unbuilt` are transformers' own words where it makes no small model that reads
     text alone, `refused` coserve's; errors are None where nothing was compared, and `words` say why. A
     `fault` is anything else."""
 

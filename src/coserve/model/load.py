@@ -4,6 +4,7 @@ Loading ends with a proof (`model/probe.py`): the driven model must reproduce th
 model that differs or fails in any way is refused with the reason.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -26,7 +27,7 @@ from coserve.adapters.sites import Kind, decoder_layers
 from coserve.adapters.text_part import auto_class, is_multimodal, keep_text, made_of
 from coserve.attention.backend import CacheShape
 from coserve.errors import ConfigError, CoserveError, ModelError, ModelNotFound, UnsupportedModel
-from coserve.model.base import Base, attention_function
+from coserve.model.base import Base, attention_function, is_without_data
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
 from coserve.model.contents import ModelContents
@@ -52,6 +53,8 @@ from coserve.model.refusal import (
 )
 from coserve.model.site_hook import SiteHook
 from coserve.model.together import join_siblings
+
+_log = logging.getLogger(__name__)
 
 
 def load_base(
@@ -144,6 +147,7 @@ def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[N
     for block in base.chain:
         block.returns = own.returns
     _fit(base, masks, placed)
+    _tell_positions(base)
     prove(base, own, masks, shorten=partial(find_native_layers, base))
     _refuse_shorter_cache(base)
     join_siblings(base)
@@ -369,6 +373,17 @@ def _refuse_shorter_cache(base: Base) -> None:
         if kept is not None and (attended is None or attended > kept):
             part = f"its layers attend to {attended or 'all'} rows, and it generates with the last {kept}"
             raise unsupported(base.model.config.model_type, part)
+
+
+def _tell_positions(base: Base) -> None:
+    """Logs how long sequences may be where that is less than the model's configuration says."""
+    text = base.model.config.get_text_config()
+    said = getattr(text, "max_position_embeddings", None)
+    if said and base.max_positions < said and not is_without_data(base):
+        _log.warning(
+            "%s: sequences of up to %d tokens, not %d: behind that its rotary tables, masks or index change",
+            base.model.config.model_type, base.max_positions, said,
+        )  # fmt: skip
 
 
 def _felt(window: int | None, positions: int) -> int | None:

@@ -1,4 +1,4 @@
-"""How long a sequence may be in a model: as long as each row is computed alike whatever comes after it.
+"""The longest sequences of a model: up to there each row is computed alike, whatever comes after it.
 
 Some models change their rotary tables, for all rows of a sequence, once it is longer than they were first
 trained for (longrope, dynamic). Keys that lie in pages were computed before that, beside other sequences that

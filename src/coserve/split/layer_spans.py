@@ -71,8 +71,8 @@ def _found(model: PreTrainedModel, linears: Collection[str], like: Tensor) -> li
             found.append(span)
     # Windows and chunks in masks alone, which are not made here, mask nothing in sequences of that length.
     alone = [window for window in decoder.masked if window and window not in decoder.windows.values()]
-    for one in found:
-        one.shape = msgspec.structs.replace(one.shape, longest=min([one.shape.longest, *alone]))
+    for each in found:
+        each.shape = msgspec.structs.replace(each.shape, longest=min([each.shape.longest, *alone]))
     return found
 
 

@@ -127,7 +127,7 @@ def test_a_cache_that_is_shorter_than_what_layers_see_is_refused() -> None:
 
 
 def test_tables_that_depend_on_the_farthest_row_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing limits sequences to the length up to which they do not."""
+    """The proof sees them, had nothing limited sequences to the length up to which they do not."""
     scaling = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     changes = {"rope_parameters": {**scaling, **factors}, "original_max_position_embeddings": 64}

@@ -1,0 +1,63 @@
+"""The bench of every type of models: what it notes, and its page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from coserve.errors import ConfigError
+from coserve_benchmarks.models import run, shrunk, sweep
+from coserve_benchmarks.models.page import render
+from coserve_benchmarks.models.run import NAMES, join_runs, run_models
+from coserve_benchmarks.redraw import redraw
+from coserve_benchmarks.rows_page import BEGIN, END
+
+ROOT = Path(__file__).parents[3]
+TYPES = ("llama", "bert", "chameleon")
+
+
+def test_types_are_exact_refused_or_not_built(tmp_path: Path) -> None:
+    """Run apart and joined."""
+    files = [tmp_path / f"{name}.json" for name in TYPES]
+    for name, file in zip(TYPES, files, strict=True):
+        run_models([name], file)
+    found = join_runs(files, tmp_path / "all.json")
+    assert found["exact_share"] == 0.5 and found["faults"] == 0
+    types = found["types"]
+    assert 0 < types["llama"]["answers"] < 1e-5 and 0 < types["llama"]["training"] < 1e-4
+    assert types["llama"]["streamed"] < 1e-5 and not types["llama"]["without"]
+    assert "bert is not supported" in types["bert"]["refused"] and types["chameleon"]["unbuilt"]
+    page = tmp_path / "models.md"
+    page.write_text(f"# Models\n\n{BEGIN}\nold\n{END}\n")
+    redraw(tmp_path / "all.json", page)
+    assert "| `llama` | 1e-06 |" in page.read_text() and "old" not in page.read_text()
+    with pytest.raises(ConfigError, match="no language models of the type teapot"):
+        run_models(["teapot"])
+    with pytest.raises(ConfigError, match="is no JSON of"):
+        (tmp_path / "other.json").write_text("{}")
+        join_runs([tmp_path / "other.json"])
+
+
+def test_a_wrong_model_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the oracle is another model than the one that answers."""
+    build, built = shrunk.build, list[str]()
+
+    def other(name: str, **fields: Any) -> PreTrainedModel:
+        built.append(name)
+        return build(name, seed=int(len(built) == 1), **fields)
+
+    monkeypatch.setattr(sweep.shrunk, "build", other)
+    found = run.run_models(["llama"])
+    assert found["faults"] == 1 and found["exact_share"] == 0.0
+    assert "answers are" in found["types"]["llama"]["fault"]
+
+
+def test_the_page_is_the_generators() -> None:
+    """Of every type that transformers knows now, without faults."""
+    found = json.loads((ROOT / "docs/results/models.json").read_text())
+    assert found["types"].keys() == set(NAMES)
+    assert found["faults"] == 0
+    page = (ROOT / "docs/models.md").read_text()
+    assert f"{BEGIN}\n\n{render(found)}\n{END}" in page
