@@ -142,8 +142,8 @@ def counted() -> list[Count]:
     # 2026-11-30: 290 lines of model/ for attention older than the interface and indexed attention, 250
     # of adapters/ for the text part of multimodal models and its names.
     return [
-        # 900 of both are recurrent layers: their states on the device and in training, and who finds them; 760
-        # and 1,990 tensor parallelism; 2,121 of the second fourteen files of adapter methods.
+        # Of both 900 are recurrent layers: states on the device and in training, and who finds them. 760 and
+        # 1,990 are tensor parallelism, 2,121 of the second fourteen files of adapter methods.
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 34_440, 28_000),
         Count("lines of the package", lines(), 95_990, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
