@@ -14,7 +14,7 @@ MOST_OPERATORS: Final = 6  # of a graph that is searched: the number of its plan
 INPUT: Final = "x"  # the name of a graph's input, which is the frozen linear's
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """Kinds of operators on tensors of rows. LINEAR multiplies by a weight [out, in], SCALE by one [width],
     BIAS adds one [width]. ACTIVATION is any function of single numbers, NORMALIZE one of whole rows."""
 
@@ -27,17 +27,17 @@ class Kind(Enum):
     MULTIPLY = "multiply"
 
 
-WEIGHTED: Final = (Kind.LINEAR, Kind.SCALE, Kind.BIAS)
-OF_TWO: Final = (Kind.ADD, Kind.MULTIPLY)
+WEIGHTED: Final = (OpKind.LINEAR, OpKind.SCALE, OpKind.BIAS)
+OF_TWO: Final = (OpKind.ADD, OpKind.MULTIPLY)
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class BypassOp:
     """An operator, whose output [rows, width] has its name. `inputs` are names of operators before it, or
     `INPUT`."""
 
     name: str
-    kind: Kind
+    kind: OpKind
     inputs: tuple[str, ...]
     width: int
 
@@ -49,7 +49,7 @@ class BypassGraph:
 
     inputs: int
     outputs: int
-    operators: tuple[Operator, ...]
+    operators: tuple[BypassOp, ...]
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.operators) <= MOST_OPERATORS:
@@ -63,7 +63,7 @@ class BypassGraph:
             }:
                 raise ConfigError(f"operator {operator.name!r} of a bypass has no inputs that come before it")
             widths = {known[name] for name in operator.inputs}
-            if operator.name in known or (operator.kind is not Kind.LINEAR and widths != {operator.width}):
+            if operator.name in known or (operator.kind is not OpKind.LINEAR and widths != {operator.width}):
                 raise ConfigError(f"operator {operator.name!r} of a bypass has the name or width of another")
             known[operator.name] = operator.width
         if (
@@ -76,7 +76,7 @@ class BypassGraph:
             raise ConfigError(f"a bypass of {self.last.width} outputs is beside {self.outputs}")
 
     @property
-    def last(self) -> Operator:
+    def last(self) -> BypassOp:
         return self.operators[-1]
 
     @property
@@ -84,38 +84,39 @@ class BypassGraph:
         """The width of each tensor of rows."""
         return {INPUT: self.inputs} | {operator.name: operator.width for operator in self.operators}
 
-    def inputs_of(self, operator: Operator) -> int:
+    def inputs_of(self, operator: BypassOp) -> int:
         """The width of an operator's first input."""
         return self.widths[operator.inputs[0]]
 
-    def weight_shape(self, operator: Operator) -> tuple[int, ...]:
+    def weight_shape(self, operator: BypassOp) -> tuple[int, ...]:
         """The shape of an operator's weight; empty where it has none."""
-        if operator.kind is Kind.LINEAR:
+        if operator.kind is OpKind.LINEAR:
             return operator.width, self.inputs_of(operator)
         return (operator.width,) if operator.kind in WEIGHTED else ()
 
 
 def lora_graph(inputs: int, outputs: int, rank: int) -> BypassGraph:
     """A low-rank bypass."""
-    a, b = Operator("A", Kind.LINEAR, (INPUT,), rank), Operator("B", Kind.LINEAR, ("A",), outputs)
+    a = BypassOp("A", OpKind.LINEAR, (INPUT,), rank)
+    b = BypassOp("B", OpKind.LINEAR, ("A",), outputs)
     return BypassGraph(inputs, outputs, (a, b))
 
 
 def bottleneck_graph(inputs: int, outputs: int, width: int) -> BypassGraph:
     """An adapter of Houlsby's kind beside a linear: down, a function of single numbers, up."""
-    down = Operator("down", Kind.LINEAR, (INPUT,), width)
-    bend = Operator("f", Kind.ACTIVATION, ("down",), width)
-    return BypassGraph(inputs, outputs, (down, bend, Operator("up", Kind.LINEAR, ("f",), outputs)))
+    down = BypassOp("down", OpKind.LINEAR, (INPUT,), width)
+    bend = BypassOp("f", OpKind.ACTIVATION, ("down",), width)
+    return BypassGraph(inputs, outputs, (down, bend, BypassOp("up", OpKind.LINEAR, ("f",), outputs)))
 
 
-class Forward(NamedTuple):
+class ForwardStates(NamedTuple):
     """States of an operator's weight (None: it has none) and inputs."""
 
     weight: State | None
     inputs: tuple[State, ...]
 
 
-class Backward(NamedTuple):
+class BackwardStates(NamedTuple):
     """States of the gradients that an operator gives for its weight (None: it has none) and inputs."""
 
     weight: State | None
@@ -127,14 +128,14 @@ _CUT_INPUTS: Final[State] = Shard(1)
 _WHOLE: Final[State] = Replicate()
 
 
-def weight_states(kind: Kind) -> Sequence[State | None]:
+def weight_states(kind: OpKind) -> Sequence[State | None]:
     """States that the weight of an operator may have."""
-    if kind is Kind.LINEAR:
+    if kind is OpKind.LINEAR:
         return _WHOLE, _CUT_OUTPUTS, _CUT_INPUTS
     return (_WHOLE, _CUT_OUTPUTS) if kind in WEIGHTED else (None,)
 
 
-def output_state(kind: Kind, given: Forward) -> State | None:
+def output_state(kind: OpKind, given: ForwardStates) -> State | None:
     """The state of an operator's output; None where it would compute something else than on one rank.
 
     Sums pass through what is linear in them, whatever their number; whole rows go with whole weights, columns
@@ -144,27 +145,27 @@ def output_state(kind: Kind, given: Forward) -> State | None:
     cut = inputs == (COLUMNS_CUT,) * len(inputs)
     whole = inputs == (ROWS_WHOLE,) * len(inputs)
     match kind:
-        case Kind.LINEAR:
+        case OpKind.LINEAR:
             return {
                 (ROWS_WHOLE, _WHOLE): ROWS_WHOLE,
                 (ROWS_WHOLE, _CUT_OUTPUTS): COLUMNS_CUT,
                 (COLUMNS_CUT, _CUT_INPUTS): SUMMANDS,
                 (SUMMANDS, _WHOLE): SUMMANDS,
             }.get((inputs[0], weight or _WHOLE))
-        case Kind.SCALE | Kind.BIAS if inputs == (SUMMANDS,):  # a bias would be added once a rank
-            return SUMMANDS if kind is Kind.SCALE and weight == _WHOLE else None
-        case Kind.SCALE | Kind.BIAS:
+        case OpKind.SCALE | OpKind.BIAS if inputs == (SUMMANDS,):  # a bias would be added once a rank
+            return SUMMANDS if kind is OpKind.SCALE and weight == _WHOLE else None
+        case OpKind.SCALE | OpKind.BIAS:
             return inputs[0] if (weight == _CUT_OUTPUTS) == cut else None
-        case Kind.NORMALIZE:
+        case OpKind.NORMALIZE:
             return ROWS_WHOLE if whole else None
-        case Kind.ADD:
+        case OpKind.ADD:
             return inputs[0] if len({*inputs}) == 1 else None
-        case Kind.MULTIPLY if {*inputs} == {ROWS_WHOLE, SUMMANDS}:
+        case OpKind.MULTIPLY if {*inputs} == {ROWS_WHOLE, SUMMANDS}:
             return SUMMANDS
     return inputs[0] if cut or whole else None  # of single numbers
 
 
-def gradient_states(kind: Kind, given: Forward, gradient: State) -> Backward:
+def gradient_states(kind: OpKind, given: ForwardStates, gradient: State) -> BackwardStates:
     """The states of the gradients that an operator gives, for one of its output in a state that
     `states.GRADIENTS` allows: those of whole inputs are sums where the output's is, or where a rank has used
     a part of them; a whole weight's is a sum where a rank has seen a part of its inputs or of the
@@ -178,8 +179,8 @@ def gradient_states(kind: Kind, given: Forward, gradient: State) -> Backward:
         if state == SUMMANDS:
             own[-1] = ROWS_WHOLE
     if weight is None:
-        return Backward(None, tuple(own))
+        return BackwardStates(None, tuple(own))
     if weight != _WHOLE:
-        return Backward(weight, tuple(own))
+        return BackwardStates(weight, tuple(own))
     is_sum = gradient == SUMMANDS or SUMMANDS in inputs
-    return Backward(SUMMANDS if is_sum else _WHOLE, tuple(own))
+    return BackwardStates(SUMMANDS if is_sum else _WHOLE, tuple(own))

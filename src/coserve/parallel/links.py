@@ -9,7 +9,7 @@ from coserve.parallel.states import Change
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RankLink:
     """A link between ranks: `latency` seconds of a message from one rank to the next, and `rate`, the bytes a
     second that a rank sends."""
 
@@ -28,14 +28,14 @@ class Link:
 
 # As vendors give them: bytes a second in one direction, and NCCL's latencies of small messages. Processes of
 # one machine by gloo: the least of three measurements on two busy cores (0.13 to 1.4 ms, 0.9 to 1.5 GB/s).
-LINKS: Final[Mapping[str, Link]] = {
+LINKS: Final[Mapping[str, RankLink]] = {
     link.name: link
     for link in (
-        Link("nvlink4", 3e-6, 450e9),
-        Link("pcie5", 8e-6, 50e9),
-        Link("infiniband", 5e-6, 50e9),
-        Link("ethernet", 25e-6, 3e9),
-        Link("processes", 130e-6, 1.1e9),
+        RankLink("nvlink4", 3e-6, 450e9),
+        RankLink("pcie5", 8e-6, 50e9),
+        RankLink("infiniband", 5e-6, 50e9),
+        RankLink("ethernet", 25e-6, 3e9),
+        RankLink("processes", 130e-6, 1.1e9),
     )
 }
 
@@ -43,7 +43,7 @@ LINKS: Final[Mapping[str, Link]] = {
 MEASURED: Final = "measured"  # in place of a name: between processes of this machine (`plan/link_trial.py`)
 
 
-def link_named(name: str) -> Link:
+def link_named(name: str) -> RankLink:
     """The link of that name. Raises ConfigError."""
     if name not in LINKS:
         known = ", ".join((*LINKS, MEASURED))

@@ -30,7 +30,7 @@ class Rank:
 
 
 class Ranks:
-    """One rank alone, to which collectives give back what it gave. `Group` has several."""
+    """One rank alone, to which collectives give back what it gave. `RankGroup` has several."""
 
     number, count = 0, 1
     is_waiting = False  # for others, in a collective
@@ -86,7 +86,7 @@ class Ranks:
 ALONE: Final = Ranks()
 
 
-class Group(Ranks):
+class RankGroup(Ranks):
     """This process's rank of several. `beside` is a second group, for threads beside steps."""
 
     def __init__(
@@ -217,4 +217,4 @@ def join(rank: Rank, device: torch.device, patience: float = _PATIENCE) -> Ranks
     )
     steps = dist.group.WORLD
     assert steps is not None, "it was made above"
-    return Group(rank.number, rank.count, steps, dist.new_group(), device)
+    return RankGroup(rank.number, rank.count, steps, dist.new_group(), device)

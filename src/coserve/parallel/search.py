@@ -19,13 +19,13 @@ from torch.distributed.tensor import Replicate
 from coserve.parallel.bypass_graph import (
     INPUT,
     BypassGraph,
-    Forward,
-    Operator,
+    BypassOp,
+    ForwardStates,
     gradient_states,
     output_state,
     weight_states,
 )
-from coserve.parallel.links import Link
+from coserve.parallel.links import RankLink
 from coserve.parallel.states import (
     CHANGES,
     COLUMNS_CUT,
@@ -52,7 +52,7 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class LinearEnds:
     """The states that a frozen linear gives its bypass: of the input and its gradients, and of the output,
     with its gradient, in any of these pairs.
 
@@ -65,10 +65,10 @@ class Ends:
     outputs: tuple[tuple[State, State], ...]
 
 
-ENDS: Final[Mapping[Cut, Ends]] = {
-    Cut.COLWISE: Ends(ROWS_WHOLE, (SUMMANDS, ROWS_WHOLE), ((COLUMNS_CUT, COLUMNS_CUT),)),
-    Cut.ROWWISE: Ends(COLUMNS_CUT, (COLUMNS_CUT,), ((SUMMANDS, ROWS_WHOLE), (ROWS_WHOLE, ROWS_WHOLE))),
-    Cut.WHOLE: Ends(ROWS_WHOLE, (ROWS_WHOLE,), ((ROWS_WHOLE, ROWS_WHOLE),)),
+ENDS: Final[Mapping[Cut, LinearEnds]] = {
+    Cut.COLWISE: LinearEnds(ROWS_WHOLE, (SUMMANDS, ROWS_WHOLE), ((COLUMNS_CUT, COLUMNS_CUT),)),
+    Cut.ROWWISE: LinearEnds(COLUMNS_CUT, (COLUMNS_CUT,), ((SUMMANDS, ROWS_WHOLE), (ROWS_WHOLE, ROWS_WHOLE))),
+    Cut.WHOLE: LinearEnds(ROWS_WHOLE, (ROWS_WHOLE,), ((ROWS_WHOLE, ROWS_WHOLE),)),
 }
 
 
@@ -77,7 +77,7 @@ class Step:
     """An operator with the states of its weight, of its inputs as it gets them, and of its output; `gradient`
     is the state of its output's gradient, `weight_gradient` and `input_gradients` those that it gives."""
 
-    operator: Operator
+    operator: BypassOp
     weight: State | None
     inputs: tuple[State, ...]
     output: State
@@ -87,7 +87,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PassLoad:
     """The work that a plan is priced for: `rows` of a pass in numbers of `itemsize` bytes, and `passes`
     there and back for an optimizer step."""
 
@@ -118,7 +118,7 @@ class BypassPlan:
         """The state of each tensor's gradient."""
         return {INPUT: self.input_gradient} | {step.operator.name: step.gradient for step in self.steps}
 
-    def is_right(self, ends: Ends) -> bool:
+    def is_right(self, ends: LinearEnds) -> bool:
         """Type-checks the plan, forward and back: tells whether it computes what one rank computes."""
         at_end = self.output, self.output_gradient
         if self.input != ends.input or self.input_gradient not in ends.input_gradients:
@@ -126,7 +126,7 @@ class BypassPlan:
         if at_end not in ends.outputs or not self._changes_exist():
             return False
         return all(
-            step.output == output_state(step.operator.kind, given := Forward(step.weight, step.inputs))
+            step.output == output_state(step.operator.kind, given := ForwardStates(step.weight, step.inputs))
             and step.gradient in GRADIENTS[step.output]
             and (step.weight_gradient, step.input_gradients)
             == gradient_states(step.operator.kind, given, step.gradient)
@@ -169,11 +169,11 @@ class BypassPlan:
                 if (change := CHANGES[pair]) is not Change.NOTHING:
                     yield way, change, name
 
-    def summed_weights(self) -> list[Operator]:
+    def summed_weights(self) -> list[BypassOp]:
         """Operators whose weight is whole and its gradient a sum, reduced once for an optimizer step."""
         return [step.operator for step in self.steps if step.weight_gradient == SUMMANDS]
 
-    def seconds(self, link: Link, ranks: int, load: Workload) -> tuple[float, float]:
+    def seconds(self, link: RankLink, ranks: int, load: PassLoad) -> tuple[float, float]:
         """Seconds of collectives, forward and back, of one pass; those of an optimizer step are shared by its
         passes."""
         taken = {"forward": 0.0, "back": 0.0}
@@ -185,7 +185,7 @@ class BypassPlan:
             taken["back"] += link.seconds(Change.REDUCE, nbytes, ranks) / load.passes
         return taken["forward"], taken["back"]
 
-    def nbytes(self, ranks: int, load: Workload) -> int:
+    def nbytes(self, ranks: int, load: PassLoad) -> int:
         """Bytes that a rank holds in training: weights with their optimizer state, and the inputs of
         operators, which their backward reads."""
         held = 0
@@ -218,7 +218,7 @@ def right_plans(graph: BypassGraph, cut: Cut, ranks: int) -> Iterator[BypassPlan
 
 
 def best_plans(
-    graph: BypassGraph, cut: Cut, ranks: int, link: Link, load: Workload = Workload()
+    graph: BypassGraph, cut: Cut, ranks: int, link: RankLink, load: PassLoad = PassLoad()
 ) -> list[BypassPlan]:
     """All right plans, the cheapest first."""
 
@@ -228,14 +228,14 @@ def best_plans(
     return sorted(right_plans(graph, cut, ranks), key=price)
 
 
-_Chosen = tuple[tuple[Operator, Forward, State], ...]  # operators, and their states forward
+_Chosen = tuple[tuple[BypassOp, ForwardStates, State], ...]  # operators, and their states forward
 
 
 class _Search:
     """The search for one graph: forward states first, then those of gradients from the last operator to the
     first. What does not type-check is left at once."""
 
-    def __init__(self, graph: BypassGraph, ends: Ends, ranks: int) -> None:
+    def __init__(self, graph: BypassGraph, ends: LinearEnds, ranks: int) -> None:
         self._graph, self._ends, self._ranks = graph, ends, ranks
 
     def forward(self, known: Mapping[str, State], chosen: _Chosen) -> Iterator[_Chosen]:
@@ -246,7 +246,7 @@ class _Search:
         operator = self._graph.operators[len(chosen)]
         offered = [[s for s in STATES if self._changes(known[name], s, name)] for name in operator.inputs]
         for weight, inputs in product(self._weights(operator), product(*offered)):
-            given = Forward(weight, inputs)
+            given = ForwardStates(weight, inputs)
             found = output_state(operator.kind, given)
             if found is not None and self._divides(operator.name, found):
                 yield from self.forward({**known, operator.name: found}, (*chosen, (operator, given, found)))
@@ -281,7 +281,7 @@ class _Search:
             step = Step(operator, *states, output, gradient, of_weight, of_inputs)
             yield from self._gradients(left[:-1], known, (step, *done))
 
-    def _weights(self, operator: Operator) -> list[State | None]:
+    def _weights(self, operator: BypassOp) -> list[State | None]:
         shape = self._graph.weight_shape(operator)
         return [
             state

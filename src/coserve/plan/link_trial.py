@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from coserve.errors import ConfigError
-from coserve.parallel.links import MEASURED, Link
+from coserve.parallel.links import MEASURED, RankLink
 from coserve.parallel.ranks import Rank, join
 
 _REPEATS: Final = 15
@@ -17,7 +17,7 @@ _SIZES: Final = (1 << 10, 1 << 22)  # bytes of the tensors that are summed
 _PATIENCE: Final = 120.0  # seconds for the processes to start, to import torch and to sum
 
 
-def measured_link(count: int) -> Link:
+def measured_link(count: int) -> RankLink:
     """The link between so many processes, from sums of few and of many bytes, as their slowest one finds it:
     medians, so that a process that was late once does not count. Raises ConfigError where they do not
     answer."""
@@ -31,7 +31,7 @@ def measured_link(count: int) -> Link:
     few, many = (max(of_rank[place] for of_rank in found) for place in range(len(_SIZES)))
     rounds = 2 * (count - 1)  # of a sum in a ring
     rate = rounds * (_SIZES[1] - _SIZES[0]) / count / max(many - few, 1e-9)
-    return Link(MEASURED, max(few / rounds - _SIZES[0] / count / rate, 0.0), rate)
+    return RankLink(MEASURED, max(few / rounds - _SIZES[0] / count / rate, 0.0), rate)
 
 
 def _seconds(rank: Rank) -> list[float]:

@@ -19,14 +19,14 @@ from coserve.adapters.sharded import AdapterShards, MatrixShare, lora_shares
 from coserve.model.contents import ModelContents
 from coserve.model.load import load_base, load_model
 from coserve.model.sharded.load import _Shaping
-from coserve.parallel.ranks import Group, Ranks
+from coserve.parallel.ranks import RankGroup, Ranks
 from coserve.parallel.search import Cut
 from models import save, tiny
 
 RANKS = 4
 
 
-class Silent(Group):
+class Silent(RankGroup):
     """A rank whose collectives give what it has: of the others nothing is known."""
 
     def __init__(self, number: int) -> None:

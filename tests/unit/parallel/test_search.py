@@ -17,13 +17,13 @@ from coserve.parallel.bypass_graph import (
     MOST_OPERATORS,
     OF_TWO,
     BypassGraph,
-    Kind,
-    Operator,
+    BypassOp,
+    OpKind,
     bottleneck_graph,
     lora_graph,
 )
 from coserve.parallel.links import LINKS, link_named
-from coserve.parallel.search import ENDS, BypassPlan, Cut, Workload, best_plans, right_plans
+from coserve.parallel.search import ENDS, BypassPlan, Cut, PassLoad, best_plans, right_plans
 from coserve.parallel.states import CHANGES, COLUMNS_CUT, STATES, SUMMANDS, Change, State
 
 ROWS = 3
@@ -33,18 +33,18 @@ Parts = list[Tensor]  # of one tensor, by rank
 def drawn_graph(draw: random.Random, width: int = 4) -> BypassGraph:
     """One to six operators, of which each is used."""
     while True:
-        operators: list[Operator] = []
+        operators: list[BypassOp] = []
         widths = {INPUT: width}
         for place in range(draw.randint(1, MOST_OPERATORS)):
-            kind = draw.choice(list(Kind))
+            kind = draw.choice(list(OpKind))
             unused = [one.name for one in operators if all(one.name not in o.inputs for o in operators)]
             first = draw.choice(unused or [INPUT])
             alike = [name for name in widths if widths[name] == widths[first] and name != first]
             if kind in OF_TWO and not alike:  # states of one tensor are not two
-                kind = Kind.ACTIVATION
+                kind = OpKind.ACTIVATION
             inputs = (first, draw.choice(alike)) if kind in OF_TWO else (first,)
-            own = draw.choice((4, 8)) if kind is Kind.LINEAR else widths[first]
-            operators.append(Operator(f"o{place}", kind, inputs, own))
+            own = draw.choice((4, 8)) if kind is OpKind.LINEAR else widths[first]
+            operators.append(BypassOp(f"o{place}", kind, inputs, own))
             widths[f"o{place}"] = own
         try:
             return BypassGraph(width, operators[-1].width, tuple(operators))
@@ -74,22 +74,22 @@ def changed(parts: Parts, change: Change) -> Parts:
     return parts
 
 
-def apply(kind: Kind, inputs: Sequence[Tensor], weight: Tensor | None) -> Tensor:
+def apply(kind: OpKind, inputs: Sequence[Tensor], weight: Tensor | None) -> Tensor:
     """An operator on one rank."""
     x = inputs[0]
     match kind:
-        case Kind.LINEAR:
+        case OpKind.LINEAR:
             assert weight is not None
             return x @ weight.t()
-        case Kind.SCALE:
+        case OpKind.SCALE:
             return x * weight
-        case Kind.BIAS:
+        case OpKind.BIAS:
             return x + weight
-        case Kind.ACTIVATION:
+        case OpKind.ACTIVATION:
             return F.softplus(x)
-        case Kind.NORMALIZE:
+        case OpKind.NORMALIZE:
             return x.softmax(-1)
-        case Kind.ADD:
+        case OpKind.ADD:
             return x + inputs[1]
     return x * inputs[1]
 
@@ -210,7 +210,7 @@ def mutant(plan: BypassPlan, draw: random.Random) -> BypassPlan:
         lambda: replace(step, output=other(step.output)),
         lambda: replace(step, gradient=other(step.gradient)),
     ]
-    if step.operator.kind is Kind.LINEAR:
+    if step.operator.kind is OpKind.LINEAR:
         weights = Replicate(), Shard(0), Shard(1)
         makers += [
             lambda: replace(step, weight=other(step.weight, weights)),
@@ -259,7 +259,7 @@ def test_lora_sends_nothing_but_one_gradient_a_step(cut: Cut, weights: list[Stat
 
 def test_prices() -> None:
     """Of those that take as long, the one that holds least; sums through a function are reduced before it."""
-    link, load = link_named("ethernet"), Workload(rows=64, passes=2)
+    link, load = link_named("ethernet"), PassLoad(rows=64, passes=2)
     plans = best_plans(bottleneck_graph(64, 64, 8), Cut.ROWWISE, 2, link, load)
     seconds = [round(sum(plan.seconds(link, 2, load)), 9) for plan in plans]
     assert seconds == sorted(seconds) and seconds[0] > 0
@@ -286,20 +286,23 @@ def test_what_ranks_do_not_divide_is_not_cut() -> None:
         ((), "1 to 6 are searched"),
         (
             tuple(
-                Operator(f"o{n}", Kind.ACTIVATION, (INPUT if not n else f"o{n - 1}",), 4) for n in range(7)
+                BypassOp(f"o{n}", OpKind.ACTIVATION, (INPUT if not n else f"o{n - 1}",), 4) for n in range(7)
             ),
             "7 operators",
         ),
-        ((Operator("a", Kind.ADD, (INPUT,), 4),), "no inputs that come before"),
-        ((Operator("a", Kind.ACTIVATION, (INPUT,), 8),), "name or width"),
+        ((BypassOp("a", OpKind.ADD, (INPUT,), 4),), "no inputs that come before"),
+        ((BypassOp("a", OpKind.ACTIVATION, (INPUT,), 8),), "name or width"),
         (
-            (Operator("a", Kind.ACTIVATION, (INPUT,), 4), Operator("b", Kind.ACTIVATION, (INPUT,), 4)),
+            (
+                BypassOp("a", OpKind.ACTIVATION, (INPUT,), 4),
+                BypassOp("b", OpKind.ACTIVATION, (INPUT,), 4),
+            ),
             "uses 'a'",
         ),
-        ((Operator("a", Kind.LINEAR, (INPUT,), 8),), "8 outputs is beside 4"),
+        ((BypassOp("a", OpKind.LINEAR, (INPUT,), 8),), "8 outputs is beside 4"),
     ],
 )
-def test_graphs_that_are_none(operators: tuple[Operator, ...], words: str) -> None:
+def test_graphs_that_are_none(operators: tuple[BypassOp, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         BypassGraph(4, 4, operators)
 
