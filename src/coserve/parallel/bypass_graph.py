@@ -97,10 +97,8 @@ class BypassGraph:
 
 def lora_graph(inputs: int, outputs: int, rank: int) -> BypassGraph:
     """A low-rank bypass."""
-    a, b = (
-        BypassOp("A", OpKind.LINEAR, (INPUT,), rank),
-        BypassOp("B", OpKind.LINEAR, ("A",), outputs),
-    )
+    a = BypassOp("A", OpKind.LINEAR, (INPUT,), rank)
+    b = BypassOp("B", OpKind.LINEAR, ("A",), outputs)
     return BypassGraph(inputs, outputs, (a, b))
 
 

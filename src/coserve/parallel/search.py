@@ -52,7 +52,7 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class BypassEnds:
+class LinearEnds:
     """The states that a frozen linear gives its bypass: of the input and its gradients, and of the output,
     with its gradient, in any of these pairs.
 
@@ -65,10 +65,10 @@ class BypassEnds:
     outputs: tuple[tuple[State, State], ...]
 
 
-ENDS: Final[Mapping[Cut, BypassEnds]] = {
-    Cut.COLWISE: BypassEnds(ROWS_WHOLE, (SUMMANDS, ROWS_WHOLE), ((COLUMNS_CUT, COLUMNS_CUT),)),
-    Cut.ROWWISE: BypassEnds(COLUMNS_CUT, (COLUMNS_CUT,), ((SUMMANDS, ROWS_WHOLE), (ROWS_WHOLE, ROWS_WHOLE))),
-    Cut.WHOLE: BypassEnds(ROWS_WHOLE, (ROWS_WHOLE,), ((ROWS_WHOLE, ROWS_WHOLE),)),
+ENDS: Final[Mapping[Cut, LinearEnds]] = {
+    Cut.COLWISE: LinearEnds(ROWS_WHOLE, (SUMMANDS, ROWS_WHOLE), ((COLUMNS_CUT, COLUMNS_CUT),)),
+    Cut.ROWWISE: LinearEnds(COLUMNS_CUT, (COLUMNS_CUT,), ((SUMMANDS, ROWS_WHOLE), (ROWS_WHOLE, ROWS_WHOLE))),
+    Cut.WHOLE: LinearEnds(ROWS_WHOLE, (ROWS_WHOLE,), ((ROWS_WHOLE, ROWS_WHOLE),)),
 }
 
 
@@ -87,7 +87,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class BypassLoad:
+class PassLoad:
     """The work that a plan is priced for: `rows` of a pass in numbers of `itemsize` bytes, and `passes`
     there and back for an optimizer step."""
 
@@ -118,7 +118,7 @@ class BypassPlan:
         """The state of each tensor's gradient."""
         return {INPUT: self.input_gradient} | {step.operator.name: step.gradient for step in self.steps}
 
-    def is_right(self, ends: BypassEnds) -> bool:
+    def is_right(self, ends: LinearEnds) -> bool:
         """Type-checks the plan, forward and back: tells whether it computes what one rank computes."""
         at_end = self.output, self.output_gradient
         if self.input != ends.input or self.input_gradient not in ends.input_gradients:
@@ -173,7 +173,7 @@ class BypassPlan:
         """Operators whose weight is whole and its gradient a sum, reduced once for an optimizer step."""
         return [step.operator for step in self.steps if step.weight_gradient == SUMMANDS]
 
-    def seconds(self, link: RankLink, ranks: int, load: BypassLoad) -> tuple[float, float]:
+    def seconds(self, link: RankLink, ranks: int, load: PassLoad) -> tuple[float, float]:
         """Seconds of collectives, forward and back, of one pass; those of an optimizer step are shared by its
         passes."""
         taken = {"forward": 0.0, "back": 0.0}
@@ -185,7 +185,7 @@ class BypassPlan:
             taken["back"] += link.seconds(Change.REDUCE, nbytes, ranks) / load.passes
         return taken["forward"], taken["back"]
 
-    def nbytes(self, ranks: int, load: BypassLoad) -> int:
+    def nbytes(self, ranks: int, load: PassLoad) -> int:
         """Bytes that a rank holds in training: weights with their optimizer state, and the inputs of
         operators, which their backward reads."""
         held = 0
@@ -218,7 +218,7 @@ def right_plans(graph: BypassGraph, cut: Cut, ranks: int) -> Iterator[BypassPlan
 
 
 def best_plans(
-    graph: BypassGraph, cut: Cut, ranks: int, link: RankLink, load: BypassLoad = BypassLoad()
+    graph: BypassGraph, cut: Cut, ranks: int, link: RankLink, load: PassLoad = PassLoad()
 ) -> list[BypassPlan]:
     """All right plans, the cheapest first."""
 
@@ -235,7 +235,7 @@ class _Search:
     """The search for one graph: forward states first, then those of gradients from the last operator to the
     first. What does not type-check is left at once."""
 
-    def __init__(self, graph: BypassGraph, ends: BypassEnds, ranks: int) -> None:
+    def __init__(self, graph: BypassGraph, ends: LinearEnds, ranks: int) -> None:
         self._graph, self._ends, self._ranks = graph, ends, ranks
 
     def forward(self, known: Mapping[str, State], chosen: _Chosen) -> Iterator[_Chosen]:

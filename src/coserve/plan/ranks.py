@@ -13,7 +13,7 @@ from coserve.model.sharded.plan import ShardPlan
 from coserve.parallel.bypass_graph import lora_graph
 from coserve.parallel.drawing import draw_forward, draw_gradients, told_changes
 from coserve.parallel.links import RankLink
-from coserve.parallel.search import BypassLoad, BypassPlan, Cut, best_plans
+from coserve.parallel.search import BypassPlan, Cut, PassLoad, best_plans
 from coserve.plan.subject import Subject
 from coserve.train.fresh import sketch_adapter
 
@@ -65,7 +65,7 @@ def plan_ranks(
         cut = cuts.get(place.path, Cut.WHOLE)
         shape = bypass.a.shape[1], bypass.b.shape[0], bypass.a.shape[0]
         alike.setdefault((cut, *shape), []).append(place.path)
-    load = BypassLoad(rows=rows, itemsize=subject.dtype.itemsize)
+    load = PassLoad(rows=rows, itemsize=subject.dtype.itemsize)
     found = []
     for (cut, inputs, outputs, rank), paths in alike.items():
         plans = best_plans(lora_graph(inputs, outputs, rank), cut, ranks, link, load)
@@ -75,7 +75,7 @@ def plan_ranks(
     return found
 
 
-def _priced(plan: BypassPlan, link: RankLink, ranks: int, load: BypassLoad) -> PricedPlan:
+def _priced(plan: BypassPlan, link: RankLink, ranks: int, load: PassLoad) -> PricedPlan:
     return PricedPlan(
         draw_forward(plan),
         draw_gradients(plan),

@@ -23,7 +23,7 @@ from coserve.parallel.bypass_graph import (
     lora_graph,
 )
 from coserve.parallel.links import LINKS, link_named
-from coserve.parallel.search import ENDS, BypassLoad, BypassPlan, Cut, best_plans, right_plans
+from coserve.parallel.search import ENDS, BypassPlan, Cut, PassLoad, best_plans, right_plans
 from coserve.parallel.states import CHANGES, COLUMNS_CUT, STATES, SUMMANDS, Change, State
 
 ROWS = 3
@@ -259,7 +259,7 @@ def test_lora_sends_nothing_but_one_gradient_a_step(cut: Cut, weights: list[Stat
 
 def test_prices() -> None:
     """Of those that take as long, the one that holds least; sums through a function are reduced before it."""
-    link, load = link_named("ethernet"), BypassLoad(rows=64, passes=2)
+    link, load = link_named("ethernet"), PassLoad(rows=64, passes=2)
     plans = best_plans(bottleneck_graph(64, 64, 8), Cut.ROWWISE, 2, link, load)
     seconds = [round(sum(plan.seconds(link, 2, load)), 9) for plan in plans]
     assert seconds == sorted(seconds) and seconds[0] > 0
