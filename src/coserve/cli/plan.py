@@ -84,7 +84,7 @@ def plan(
     """
     check_writable("--plot", plot)
     subject = _subject(model, dtype)
-    recipes = _recipes(adapter, measure)
+    recipes = _recipes(adapter, measure, subject)
     if activations:
         from coserve.cli.activations import activations as explain
 
@@ -139,11 +139,11 @@ def _subject(model: str, dtype: str) -> "Subject":
     )
 
 
-def _recipes(adapters: list[str] | None, measured: bool) -> "Recipes":
-    from coserve.plan.recipes import METHODS, read_recipe
+def _recipes(adapters: list[str] | None, measured: bool, subject: "Subject") -> "Recipes":
+    from coserve.plan.recipes import METHODS, methods_of, read_recipe
 
     if not adapters:
-        names = ("lora",) if measured else tuple(METHODS)  # each is two more processes
+        names = ("lora",) if measured else methods_of(subject.config)  # each is two more processes
         return {name: [METHODS[name]] for name in names}
     return dict(read_recipe(adapter) for adapter in adapters)
 
