@@ -101,9 +101,9 @@ def plan(
         from coserve.cli.ranks import show_ranks
 
         rows = (batch or [4])[0] * (length or 512)
-        parts = _one_of(_recipes(adapter or ["lora"], measure), "--tensor-parallel")
+        parts = _one_of(_recipes(adapter or ["lora"], measure, subject), "--tensor-parallel")
         return show_ranks(subject, parts, tensor_parallel, link, rows, as_json)
-    recipes = _recipes(adapter, measure)
+    recipes = _recipes(adapter, measure, subject)
     if activations:
         from coserve.cli.activations import activations as explain
 
@@ -156,11 +156,11 @@ def _subject(model: str, dtype: str) -> "Subject":
     )
 
 
-def _recipes(adapters: list[str] | None, measured: bool) -> "Recipes":
-    from coserve.plan.recipes import METHODS, read_recipe
+def _recipes(adapters: list[str] | None, measured: bool, subject: "Subject") -> "Recipes":
+    from coserve.plan.recipes import METHODS, methods_of, read_recipe
 
     if not adapters:
-        names = ("lora",) if measured else tuple(METHODS)  # each is two more processes
+        names = ("lora",) if measured else methods_of(subject.config)  # each is two more processes
         return {name: [METHODS[name]] for name in names}
     return dict(read_recipe(adapter) for adapter in adapters)
 

@@ -95,7 +95,7 @@ def own_forward(base: Base) -> Own:
             hooks.callback(handle.remove)
         whole = [partial(run, ids, {"use_cache": False}) for ids in prompts]
         parts: list[list[_OwnPart]] = []
-        if len(prompts) > 1 and _has_states(base.model.config):
+        if len(prompts) > 1 and has_states(base.model.config):
             with suppress(AttributeError, TypeError, ValueError):  # a model with a cache of its own (MiniMax)
                 begun, decoded = _cut(base, prompts[0], len(prompts[0]) - 1, run)
                 passes: list[Callable[[], _OwnPart]] = [begun, whole[1], decoded]
@@ -146,7 +146,7 @@ def _cut(
     return passes[0], passes[1]
 
 
-def _has_states(config: PreTrainedConfig) -> bool:
+def has_states(config: PreTrainedConfig) -> bool:
     """Tells whether transformers keeps states for some layers of a model, in its own cache."""
     layers = DynamicCache(config=config).layers
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)

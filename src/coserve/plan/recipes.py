@@ -4,8 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from transformers import PreTrainedConfig
+
 from coserve.adapters.settings import settings_of
 from coserve.errors import ConfigError
+from coserve.model.probe import has_states
 
 Fields = Mapping[str, Any]
 
@@ -38,6 +41,12 @@ NAMED: Final[Mapping[str, Fields]] = {
     "c3a": {"type": "c3a", "block_size": 64},
     "road": {"type": "road"},
 }
+
+
+def methods_of(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Names of the methods that go with a model: virtual tokens do not with recurrent layers."""
+    own = METHODS.items()
+    return tuple(name for name, fields in own if not ("num_virtual_tokens" in fields and has_states(config)))
 
 
 def read_recipe(text: str) -> tuple[str, Sequence[Fields]]:

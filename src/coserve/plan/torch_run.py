@@ -79,11 +79,19 @@ class TorchRun:
         if self._program.trains:
             plain.logits(ids)
             return
-        past = plain.logits(ids, cached=True).past_key_values
-        self.cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
+        out = plain.logits(ids, cached=True)
+        past = out["cache_params"] if "cache_params" in out else out.past_key_values
+        self.cache = sum(tensor.nbytes for layer in past.layers for tensor in _held(layer))
 
     def _ids(self, load: ProgramSize) -> Tensor:
         return torch.zeros(load.batch, load.length, dtype=torch.long, device=self._device)
+
+
+def _held(layer: Any) -> Iterator[Tensor]:
+    """The tensors of one layer of transformers' cache: keys and values, states, or both."""
+    states = (vars(layer).get(name, {}) for name in ("conv_states", "recurrent_states"))
+    found = [vars(layer).get("keys"), vars(layer).get("values"), *(x for own in states for x in own.values())]
+    return (tensor for tensor in found if isinstance(tensor, Tensor))
 
 
 class _Plain:
@@ -150,12 +158,14 @@ class _ModelFrame(WholeModel):
 
 @torch.no_grad()
 def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
-    """Cache shape of each layer, found by running one token."""
+    """Cache shape of each layer, found by running one token; of no width where a layer keeps states alone."""
     one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     past = DynamicCache(config=model.config)
     model(input_ids=one, past_key_values=past, use_cache=True)
+    held = [(vars(layer).get("keys"), vars(layer).get("values")) for layer in past.layers]
     return [
-        CacheShape(layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1]) for layer in past.layers
+        CacheShape(0, 0, 0) if k is None or v is None else CacheShape(k.shape[1], k.shape[-1], v.shape[-1])
+        for k, v in held
     ]
 
 
