@@ -25,7 +25,7 @@ CALLED = {
     "GPT-NeoX": ("gpt_neox",),
     "GPTBigCode": ("gpt_bigcode",),
     "GPT-OSS": ("gpt_oss",),
-    "Phi-3 (not with longrope)": ("phi3",),
+    "Phi-3": ("phi3",),
     "DeepSeek-V3": ("deepseek_v3",),
 }
 
