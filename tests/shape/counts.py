@@ -140,8 +140,9 @@ def counted() -> list[Count]:
     in_parts = sum(len(unrelated(made)) > 1 for made in classes())
     present = {made.name for made in classes()}
     return [
-        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 33_545, 28_000),
-        Count("lines of the package", lines(), 95_087, 82_000),
+        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 33_523, 28_000),
+        # 95,087 before Anthropic's messages: 358 lines, and forms of errors and answers by dialect.
+        Count("lines of the package", lines(), 95_644, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),

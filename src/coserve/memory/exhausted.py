@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 import torch
 
@@ -48,16 +48,43 @@ def run_shared(work: Callable[[], T]) -> T:
     raise TogetherFailed(words)  # after the error, whose frames hold their tensors
 
 
+class SharedPass:
+    """Surrounds a pass of `what`, which several share, and keeps that it failed, but not the error, whose
+    frames hold tensors."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._has_failed = False
+        self._words: str | None = None  # of the allocator, where memory ran out
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None and is_out_of_memory(error):
+            self._words = words_of(error)
+        elif error is None or isinstance(error, _NOBODYS):
+            return False
+        else:
+            contained(error, self._what)
+        self._has_failed = True
+        return True
+
+    def failed(self) -> bool:
+        """Tells whether the pass failed for a reason other than memory, which is in the log, and for which
+        one of those who share it fails alone as well. Raises TogetherFailed where memory ran out."""
+        if self._words is not None:
+            raise TogetherFailed(self._words)
+        return self._has_failed
+
+
 def run_together(what: str, work: Callable[[], T]) -> T | None:
     """Runs a pass of `what`, which several share. Raises TogetherFailed where memory runs out; None where it
-    fails for another reason, which is in the log, and for which one of them fails alone as well."""
-    try:
-        return run_shared(work)
-    except _NOBODYS:
-        raise
-    except BaseException as error:
-        contained(error, what)
-        return None
+    fails for another reason (`SharedPass.failed`)."""
+    found = None
+    with SharedPass(what) as shared:
+        found = work()
+    return None if shared.failed() else found
 
 
 @contextmanager

@@ -7,6 +7,7 @@ has the same shape. Tokens are drawn and scored row by row.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from msgspec import structs
@@ -16,15 +17,19 @@ from coserve.attention.tiled import TiledBackend
 from coserve.core.plan import (
     BasePlan,
     InferenceSegment,
+    PassesAlone,
+    Sampled,
     TokenLogprobs,
+    TrainingSegment,
 )
 from coserve.kernels.native.build import torch_only
+from coserve.memory.exhausted import run_shared, run_together
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged
 from coserve.model.sample import sample, token_logprobs
 from coserve.train.window_group import ForwardWindow
-from coserve.worker.fused_pass import FusedPass, Passed, Traveller
+from coserve.worker.fused_pass import FusedPass, Traveller
 from coserve.worker.inference import InferenceBatch, adapter_ranges
 from coserve.worker.sampler import Drawn, Sampler
 from coserve.worker.worker import Worker
@@ -57,8 +62,15 @@ class DeterministicPass(FusedPass):
 
     sampler_type = DeterministicSampler
 
-    def _pass(self, plan: BasePlan) -> Passed:
-        return self._drawn(plan.inference), (), []
+    @torch.no_grad()
+    def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
+        """See `FusedPass`. Each pass is drawn from at once; all that is drawn is noted together."""
+        drawn = None
+        if plan.alone is not PassesAlone.ALL:
+            drawn = run_together("rows of answers", partial(self._drawn, plan.inference))
+        if drawn is None:
+            return self._one_by_one(plan.inference), []
+        return run_shared(partial(self.sampler.note, drawn)), []
 
     def _drawn(self, segments: Sequence[InferenceSegment]) -> list[Drawn]:
         passes = map(super()._drawn, _groups(segments))

@@ -14,7 +14,7 @@ from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
 from coserve.core.plan import BasePlan, InferenceSegment, PassesAlone, Prefix, Sampled, TrainingSegment
 from coserve.errors import CoserveError
-from coserve.memory.exhausted import failing_alone, run_shared, run_together
+from coserve.memory.exhausted import SharedPass, failing_alone, run_shared
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.train.window_group import ForwardWindow, KeptRows
 from coserve.worker.cuda_graphs import CudaGraphs, ListedRows, PassGraphs, Record
@@ -48,10 +48,6 @@ class _GraphedRows:
     def passed(self) -> PassedRows:
         """Replays the graph."""
         return PassedRows(self.segments, self.counts, self.replay())
-
-
-# Draws, graphs that sample and have not been replayed, and windows with the layers that they have passed.
-Passed = tuple[list[Drawn], Sequence[_GraphedRows], list[TrainingSegment]]
 
 
 class FusedPass:
@@ -103,43 +99,40 @@ class FusedPass:
         self.is_launched = False
         if plan.alone is PassesAlone.ALL:
             return self._one_by_one(plan.inference), []
-        passed = run_together("a pass that several share", partial(self._pass, plan))
-        if passed is None:
-            windows = self._training.run(plan.fused, plan.slice_layers, self.forward, alone=True)
-            return self._one_by_one(plan.inference), windows
-        drawn, graphs, trained = passed
+        graphs, drawn, trained = list[_GraphedRows](), list[Drawn](), list[TrainingSegment]()
+        training = plan.fused
+        with SharedPass("a pass that several share") as shared:
+            graphs = self._graphs(plan)
+            keys = {segment.key for graph in graphs for segment in graph.segments}
+            inference = [segment for segment in plan.inference if segment.key not in keys]
+            self.is_launched = self._should_be_replayed(inference, plan)
+            if inference:
+                windows, reached = self._training.forward_slices(training, self.forward), 0
+                batch = self._inference_rows(inference)
+                for part in windows.parts(plan.slice_layers):
+                    if self._pause.is_due:
+                        break
+                    self.forward([batch], range(reached, part.start))
+                    self.forward([batch, *windows.going], part)
+                    self._pause.passed()
+                    reached = part.stop
+                self.forward([batch], range(reached, self.base.depth))
+                drawn.append(self.sampler.draw(batch))
+                trained = self._training.done(training, windows.end())
+            if graphs:
+                self.base.chain.on_layer()
+            drawn += [self.sampler.draw(graph.passed()) for graph in graphs if not graph.samples]
+        if shared.failed():
+            trained = self._training.run(training, plan.slice_layers, self.forward, alone=True)
+            return self._one_by_one(plan.inference), trained
         return run_shared(partial(self._note, drawn, graphs)), trained
-
-    def _pass(self, plan: BasePlan) -> Passed:
-        """Takes a plan's rows through the layers, and draws of them, but for those of graphs that sample too.
-        Notes nothing: the pass may be repeated."""
-        graphs, drawn, trained = self._graphs(plan), list[Drawn](), list[TrainingSegment]()
-        keys = {segment.key for graph in graphs for segment in graph.segments}
-        inference = [segment for segment in plan.inference if segment.key not in keys]
-        self.is_launched = self._should_be_replayed(inference, plan)
-        if inference:
-            windows, reached = self._training.forward_slices(plan.fused, self.forward), 0
-            batch = self._inference_rows(inference)
-            for part in windows.parts(plan.slice_layers):
-                if self._pause.is_due:
-                    break
-                self.forward([batch], range(reached, part.start))
-                self.forward([batch, *windows.going], part)
-                self._pause.passed()
-                reached = part.stop
-            self.forward([batch], range(reached, self.base.depth))
-            drawn.append(self.sampler.draw(batch))
-            trained = self._training.done(plan.fused, windows.end())
-        if graphs:
-            self.base.chain.on_layer()
-        drawn += [self.sampler.draw(graph.passed()) for graph in graphs if not graph.samples]
-        return drawn, [graph for graph in graphs if graph.samples], trained
 
     def _note(self, drawn: Sequence[Drawn], graphs: Sequence[_GraphedRows]) -> dict[int, Sampled]:
         """Notes what was drawn, then replays the graphs that sample: others may fail and pass again."""
         found = self.sampler.note(drawn)
         for graph in graphs:
-            found |= self.sampler.sampled_rows(graph.segments, graph.replay())
+            if graph.samples:
+                found |= self.sampler.sampled_rows(graph.segments, graph.replay())
         return found
 
     def _one_by_one(self, segments: Sequence[InferenceSegment]) -> dict[int, Sampled]:
