@@ -77,7 +77,7 @@ class RemoteExecutor(WorkerTransport):
         self._pauses = self._withdrawn = 0
         self._beating: set[WorkerProcess] = set()
         self._on_progress: Callable[[], object] = int  # nothing
-        self._is_open = False
+        self._is_open, self._why = False, ""  # why the ranks have ended
         opened = self._open(ExecutorStart(model, config, torch.get_num_threads(), tokenizer))
         self._is_open = True
         self._spec = opened
@@ -248,11 +248,12 @@ class RemoteExecutor(WorkerTransport):
         except EngineLost as error:
             if len(self.workers) == 1:
                 raise
-            lost = self._cause() or error
-            for worker in self.workers:
-                worker.process.kill()  # one that is stopped would not end by itself
-            self.close()
-            raise lost from error
+            if not self._why:
+                self._why = str(self._cause() or error)
+                for worker in self.workers:
+                    worker.process.kill()  # one that is stopped would not end by itself
+                self.close()
+            raise EngineLost(self._why) from error
 
     def _cause(self) -> EngineLost | None:
         """The cause of the ranks' end: a signal to one of them, or the failure that came first. Others fail
