@@ -11,12 +11,13 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
+from coserve.schedule import training_queue
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
-from coserve.schedule.training_queue import STARVED, starved
+from coserve.schedule.training_queue import starved
 from steps import step_plan
 
 DEPTH = 16
@@ -221,7 +222,15 @@ def test_small_windows_of_one_job_do_not_starve_a_large_one_of_another() -> None
     assert max(b - a for a, b in pairwise(times)) <= 0.2 + 0.1
 
 
-def test_a_job_that_gets_nothing_beside_requests_says_since_when() -> None:
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds after which a job counts as starved: some hundred steps, as a scheduler's step takes a
+    millisecond to plan."""
+    monkeypatch.setattr(training_queue, "STARVED", 2.0)
+    return 2.0
+
+
+def test_a_job_that_gets_nothing_beside_requests_says_since_when(soon: float) -> None:
     world = World(starvation=None)
     queue = world.it.training
     for _ in range(30):
@@ -235,16 +244,16 @@ def test_a_job_that_gets_nothing_beside_requests_says_since_when() -> None:
             told.append((world.executor.now, starved(queue, "job")))
 
     last = 0.0
-    while world.executor.now < 30.0:
+    while world.executor.now < 3 * soon:
         before = world.executor.now
         last = before if world.step().training else last
         look()
     assert told[1:] == [
-        (pytest.approx(last + STARVED, abs=0.1), (last, "requests"))
+        (pytest.approx(last + soon, abs=0.1), (last, "requests"))
     ]  # once, with its last piece
     world.it.requests.cancel(flood.key)
     resumed = world.executor.now
-    while world.executor.now < 60.0:
+    while world.executor.now < 6 * soon:
         world.step()
         look()
     assert told[2:] == [(pytest.approx(resumed, abs=0.1), None)]  # no request is there to blame
@@ -269,15 +278,15 @@ def test_a_job_behind_another_ones_steps_blames_no_request() -> None:
     assert starved(queue, "late") == (0.0, "jobs") and starved(queue, "other") is None
 
 
-def test_a_piece_now_and_then_neither_ends_starving_nor_begins_it_anew() -> None:
-    world, seen = World(starvation=1.5 * STARVED), set[tuple[float, str] | None]()
+def test_a_piece_now_and_then_neither_ends_starving_nor_begins_it_anew(soon: float) -> None:
+    world, seen = World(starvation=1.5 * soon), set[tuple[float, str] | None]()
     for _ in range(30):
         world.step()
     flood = world.submit(SLO(between_tokens=0.0), answer=3900)
-    while world.executor.now < 6 * STARVED and not flood.is_finished:
+    while world.executor.now < 6 * soon and not flood.is_finished:
         world.step()
         seen.add(starved(world.it.training, "job"))
-    assert world.executor.now > 3.5 * STARVED and len(seen) == 2
+    assert world.executor.now > 3.5 * soon and len(seen) == 2
 
 
 def test_no_starvation_bound_means_no_exception() -> None:

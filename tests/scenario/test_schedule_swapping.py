@@ -241,6 +241,7 @@ def test_a_newcomer_waits_for_no_copy_to_be_written() -> None:
     world.finish(old, newcomer)
 
 
+@pytest.mark.sample(1, per="way")
 @pytest.mark.parametrize("way", ["writing", "reading"])
 @pytest.mark.parametrize("staged", [1, 4, 1000])
 def test_a_disk_that_hangs_holds_nobody_for_long(staged: int, way: str) -> None:
