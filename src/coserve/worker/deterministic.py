@@ -7,7 +7,6 @@ has the same shape. Tokens are drawn and scored row by row.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from msgspec import structs
