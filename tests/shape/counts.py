@@ -139,10 +139,10 @@ def counted() -> list[Count]:
     in_parts = sum(len(unrelated(made)) > 1 for made in classes())
     present = {made.name for made in classes()}
     return [
-        # Of these lines 760 and 1,990 are tensor parallelism: parallel/, model/sharded/, the ranks' processes
+        # Of these lines 775 and 2,018 are tensor parallelism: parallel/, model/sharded/, the ranks' processes
         # (executors/), adapters cut over ranks, and the command that plans them.
-        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 34_305, 28_000),
-        Count("lines of the package", lines(), 97_080, 82_000),
+        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 34_320, 28_000),
+        Count("lines of the package", lines(), 97_105, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),
@@ -159,7 +159,8 @@ def passed() -> list[Count]:
     prompt, example = len(found["prompt"]), len(found["example"])
     return [
         Count("modules that a prompt is handed to", prompt, 65, 20),
-        Count("modules that a training example is handed to", example, 86, 20),
+        # Two of these say what of an adapter's gradients ranks add: adapters/sharded.py, parallel/ranks.py.
+        Count("modules that a training example is handed to", example, 88, 20),
     ]
 
 
