@@ -141,8 +141,8 @@ def counted() -> list[Count]:
     return [
         # 17 more: a job's needs count what bypasses take on the way back, and parameters that they share.
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 33_562, 28_000),
-        # 2,121 more: fourteen files of adapter methods, and what they share.
-        Count("lines of the package", lines(), 97_208, 82_000),
+        # 2,125 more: fourteen files of adapter methods, and what they share.
+        Count("lines of the package", lines(), 97_212, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),
