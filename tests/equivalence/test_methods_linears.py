@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from coserve import Engine, SamplingParams, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.elsewhere import check_peft
 from coserve.adapters.files import read_adapter, read_outline
 from coserve.adapters.merge import merge_adapter
 from coserve.adapters.methods import method_of, methods, readers
@@ -142,6 +143,8 @@ def test_served_saved_and_merged(case: str, name: str, tmp_path: Path) -> None:
         assert all(torch.equal(before[n].to(after[n].dtype), after[n]) for n in after)
     again = PeftModel.from_pretrained(tiny(name, **fields), str(tmp_path / "mine")).eval()
     assert error(logprobs(again), logprobs(theirs).double()) <= 1e-5
+    report = check_peft(tmp_path / "mine", tiny(name, **fields))
+    assert not report.problems, report
     base = save(tiny(name, **fields), tmp_path / "base")
     if "tied" in case:
         with pytest.raises(AdapterError, match="shares its weight"):

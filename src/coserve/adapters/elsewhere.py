@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from coserve.adapters.files import CONFIG, WEIGHTS, read_adapter
 from coserve.adapters.folder import unreadable
+from coserve.adapters.linears import MODEL
 from coserve.adapters.merge import WholeModel, load_whole
 from coserve.adapters.saved import PREFIX
 from coserve.adapters.sites import Kind
@@ -137,14 +138,17 @@ def check_peft(folder: str | Path, model: PreTrainedModel) -> LoaderReport:
         return LoaderReport(name, (f"does not load it: {_shown(error)}",))
     wanted = load_file(folder / WEIGHTS)
     problems = [f"has no place for {one}" for one in sorted(wanted.keys() - got.keys())]
-    problems += [f"lacks {one}, which is not in the file" for one in sorted(got.keys() - wanted.keys())]
+    shared = {name: wanted.get(MODEL + name.rpartition(".")[2]) for name in got.keys() - wanted.keys()}
+    # RandLoRA has copies of what its linears share.
+    lacking = sorted(n for n, own in shared.items() if own is None or not torch.equal(own, got[n].to(own)))
+    problems += [f"lacks {one}, which is not in the file" for one in lacking]
     for one in sorted(wanted.keys() & got.keys()):
         if wanted[one].shape != got[one].shape or not torch.equal(
             wanted[one], got[one].to(wanted[one].dtype)
         ):
             problems.append(f"reads other numbers from {one}")
     missing = [str(one.message) for one in said if "missing adapter keys" in str(one.message).lower()]
-    return LoaderReport(name, tuple(problems or map(_shown, missing)))
+    return LoaderReport(name, tuple(problems or map(_shown, [] if shared else missing)))
 
 
 def _tensor_problems(
