@@ -287,7 +287,6 @@ _TYPED: dict[Any, tuple[str, ...]] = {
         "softmax", "log_softmax", "sum", "mean", "prod", "cumsum", "cumprod", "norm", "zeros_like",
         "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
     ),
-    nn.functional: ("softmax", "log_softmax", "softmin"),
 }  # fmt: skip
 
 
