@@ -83,7 +83,11 @@ def merged(deltas: Iterable[Delta]) -> Iterator[Delta]:
             last = TextDelta(last.text + delta.text)
         elif isinstance(last, ReasoningDelta) and isinstance(delta, ReasoningDelta):
             last = ReasoningDelta(last.text + delta.text)
-        elif isinstance(last, ArgumentsDelta) and isinstance(delta, ArgumentsDelta) and last.index == delta.index:
+        elif (
+            isinstance(last, ArgumentsDelta)
+            and isinstance(delta, ArgumentsDelta)
+            and last.index == delta.index
+        ):
             last = ArgumentsDelta(last.index, last.text + delta.text)
         else:
             if last is not None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 # As templates write JSON: Python's separators, and no other white space, of which an uncertain model would
 # write more until its tokens are used up.
 _AS_TEMPLATES: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMPACT: Final[Any] = {"whitespace_flexible": False}
 _ANY: Final = "(?s:.+)"
 _IN_PATTERN: Final = re.compile(r"([^\w\s<>\"',:;=-])")
 
@@ -33,6 +34,10 @@ class Lark:
         self._rules.append(f"{name}{options}: {body}")
         return name
 
+    def empty(self) -> "Lark":
+        """Another grammar for the same tokens, without rules."""
+        return Lark(self._added, self._free)
+
     def new(self, prefix: str) -> str:
         """A name for a rule that no other has."""
         return f"{prefix}_{len(self._rules)}"
@@ -43,9 +48,15 @@ class Lark:
         return " ".join(self._token(piece) or quoted(piece) for piece in pieces if piece)
 
     def json(self, schema: Mapping[str, Any], strict: bool) -> str:
-        """An expression that matches JSON of a schema, as templates write it."""
-        given = {**schema, "x-guidance": {**_AS_TEMPLATES, "lenient": not strict}}
+        """An expression that matches JSON of a schema, as templates write it. Unless `strict`, keywords that
+        cannot be enforced are left out."""
+        given = {**without_notes(schema), "x-guidance": {**_AS_TEMPLATES, "lenient": not strict}}
         return f"%json {json.dumps(given)}"
+
+    def json_compact(self, schema: Mapping[str, Any]) -> str:
+        """An expression that matches JSON of a schema without white space. Keywords that cannot be enforced are
+        errors."""
+        return f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}"
 
     def free(self, name: str, without: str = "", not_first: str = "") -> str:
         """A rule for any text, also none, that does not hold the literal `without` and does not begin with the
@@ -87,6 +98,30 @@ class Lark:
 
     def _token(self, text: str) -> str | None:
         return f"<[{self._added[text]}]>" if text in self._added else None
+
+
+_NOTES: Final = frozenset({"title", "description", "examples", "default", "$comment", "$schema", "$id"})
+_BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_VALUES: Final = frozenset({"enum", "const"})
+
+
+def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without what it says to readers: clients send tens of kilobytes of that, which no grammar has."""
+    return {
+        key: value
+        if key in _VALUES
+        else {name: _without_notes(one) for name, one in value.items()}
+        if key in _BY_NAME and isinstance(value, Mapping)
+        else _without_notes(value)
+        for key, value in schema.items()
+        if key not in _NOTES
+    }
+
+
+def _without_notes(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_notes(value)
+    return [_without_notes(one) for one in value] if isinstance(value, list) else value
 
 
 def quoted(text: str) -> str:

@@ -16,4 +16,6 @@ _LIST: Final = {
 }
 
 MISTRAL: Final = JsonCalls("mistral", Syntax(opening="[TOOL_CALLS] [", **_LIST), **_SHORT)  # type: ignore[arg-type]
-MISTRAL_NAMES: Final = JsonCalls("mistral_names", Syntax(before=f"[TOOL_CALLS]{NAME}[ARGS]", after=""), **_SHORT)  # type: ignore[arg-type]
+MISTRAL_NAMES: Final = JsonCalls(
+    "mistral_names", Syntax(before=f"[TOOL_CALLS]{NAME}[ARGS]", after=""), **_SHORT
+)  # type: ignore[arg-type]

@@ -16,7 +16,11 @@ _MOST_SPACE: Final = 16  # characters of white space that a pattern passes over
 
 def pattern_of(literal: str) -> str:
     """A pattern of `literal`, in which any white space may stand for another, or be left out."""
-    pieces = [rf"\s{{0,{_MOST_SPACE}}}" if piece.isspace() else re.escape(piece) for piece in _SPACE.split(literal) if piece]
+    pieces = [
+        rf"\s{{0,{_MOST_SPACE}}}" if piece.isspace() else re.escape(piece)
+        for piece in _SPACE.split(literal)
+        if piece
+    ]
     return "".join(pieces).replace(re.escape(NAME), f"(?P<name>{TOOL_NAME})")
 
 

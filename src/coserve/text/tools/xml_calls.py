@@ -136,7 +136,12 @@ class XmlCalls:
         return " ".join([*parts, lark.literal(f"\n{self.parameters.ending}")])
 
     def _parameters(
-        self, lark: Lark, tool: Tool, properties: Mapping[str, Any], required: list[Any], shared: dict[str, Any]
+        self,
+        lark: Lark,
+        tool: Tool,
+        properties: Mapping[str, Any],
+        required: list[Any],
+        shared: dict[str, Any],
     ) -> Iterator[str]:
         for name, schema in properties.items():
             if not regex.fullmatch(_PARAMETER, name):
@@ -156,7 +161,9 @@ class XmlCalls:
             return f"{lark.rule(lark.new('value'), json_value)} {end}"
         if unknown := sorted(schema.keys() - _ENFORCED):
             if tool.strict:
-                raise DataError(f"{unknown[0]!r} of the string {name!r} cannot be enforced in the format {self.name}")
+                raise DataError(
+                    f"{unknown[0]!r} of the string {name!r} cannot be enforced in the format {self.name}"
+                )
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values:
             return f"({' | '.join(lark.literal(value) for value in values)}) {end}"
