@@ -126,7 +126,7 @@ class Markups:
 
     def lark(self) -> Lark:
         """An empty grammar for answers of this model."""
-        return Lark(self._added, self._added.values() - self._special.values())
+        return Lark(self._added, {*self._added.values()} - {*self._special.values()})
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool:
         """Tells whether a prompt ends within reasoning, as some templates open it."""

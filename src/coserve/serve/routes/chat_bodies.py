@@ -66,7 +66,7 @@ def _variables(body: ChatRequest, markups: Markups) -> JsonObject:
     if markups.reads("reasoning_effort"):
         return {"reasoning_effort": effort, **variables}
     if effort != "none":
-        message = "Unsupported parameter: 'reasoning_effort' is not read by this model's chat template."
+        message = "Unsupported parameter: 'reasoning_effort' is not supported by this model's chat template."
         raise ApiError(400, message, param="reasoning_effort", code="unsupported_parameter")
     return variables
 

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.cost import (
     MOST_CALLS,
@@ -82,9 +83,11 @@ class ChatMessage(RequestBody):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Words | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
-    name: str | None = Field(None, max_length=256, description="Passed to the chat template.")
     tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    content: Words | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)] | None = Field(
+        None, validate_default=True, description="Only left out beside tool_calls."
+    )
+    name: str | None = Field(None, max_length=256, description="Passed to the chat template.")
     tool_call_id: CallId | None = Field(
         None, description="The call that a message of the role `tool` answers."
     )
@@ -95,10 +98,15 @@ class ChatMessage(RequestBody):
     def _refuse_unsupported(cls, message: Any) -> Any:
         return without_unsupported_message(message)
 
+    @field_validator("content")
+    @classmethod
+    def _may_be_left_out(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and not info.data.get("tool_calls"):
+            raise PydanticCustomError("missing", "content is only left out beside tool_calls")
+        return content
+
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> "ChatMessage":
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content is only left out beside tool_calls")
         for name in ("tool_calls", "reasoning_content"):
             if getattr(self, name) and self.role != "assistant":
                 raise ValueError(f"{name} is only allowed at the role assistant")
