@@ -15,7 +15,7 @@ from typing import Any, Final
 _AS_TEMPLATES: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 COMPACT: Final[Any] = {"whitespace_flexible": False}
 _ANY: Final = "(?s:.+)"
-_IN_PATTERN: Final = re.compile(r"([^\w\s<>\"',:;=-])")
+_IN_PATTERN: Final = re.compile(r"([\\.+*?()|\[\]{}^$/])")
 
 
 class Lark:

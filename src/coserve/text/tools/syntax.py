@@ -48,8 +48,9 @@ class Syntax:
     @cached_property
     def marker(self) -> str:
         """The beginning of the first call: its first word, or all that is before the name."""
-        begin = (self.opening + self.before).partition(NAME)[0]
-        return _SPACE.split(begin)[0] if self.anywhere else begin
+        if self.anywhere:
+            return _SPACE.split((self.opening or self.before).partition(NAME)[0])[0]
+        return (self.opening + self.before).partition(NAME)[0]
 
     @cached_property
     def first(self) -> Any:

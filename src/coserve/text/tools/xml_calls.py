@@ -78,7 +78,8 @@ class ParameterReader:
         """See `ArgumentReader`."""
         if not self._is_inside:
             return ""
-        return _escaped(self._held) if self._is_string else self._held.strip()
+        text = self._held[: len(self._held) - self._begun_mark()]
+        return _escaped(text) if self._is_string else text.strip()
 
     def _begin(self, name: str, end: int) -> str:
         self._held = self._held[end:]
@@ -98,13 +99,18 @@ class ParameterReader:
         if place < 0:
             if not self._is_string:
                 return ""
-            end = len(self._held) - max(begun(mark, self._held), begun(line + mark, self._held))
+            end = len(self._held) - self._begun_mark()
             text, self._held = self._held[:end], self._held[end:]
             return _escaped(text)
         text, self._held = self._held[:place], self._held[place + len(mark) :]
         self._is_inside = False
         text = text.removesuffix(line)
         return f'{_escaped(text)}"' if self._is_string else _json_of(text)
+
+    def _begun_mark(self) -> int:
+        """The length of what may be the beginning of the mark after the value."""
+        mark, line = self._syntax.after, "\n" * self._syntax.has_lines
+        return max(begun(mark, self._held), begun(line + mark, self._held))
 
 
 @dataclass(frozen=True)
