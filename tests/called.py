@@ -40,26 +40,30 @@ TOOLS = [WEATHER, CLOCK]
 
 _NAME, _VALUES = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
 _EACH = "{% for c in m.tool_calls %}"
+_LINE = "{% if not loop.first %}{{ '\n' }}{% endif %}"
 _FUNCTION = f'{{"name": "{_NAME}", "arguments": {_VALUES}'
 # What a template writes for `m.tool_calls`, as the models' own do.
 _CALLS: Mapping[str, str] = {
-    "hermes": _EACH + "{% if not loop.first %}{{ '\n' }}{% endif %}<tool_call>\n" + _FUNCTION + "}\n</tool_call>{% endfor %}",
-    "qwen3_coder": _EACH + "{% if not loop.first %}{{ '\n' }}{% endif %}<tool_call>\n<function=" + _NAME + ">"
+    "hermes": _EACH + _LINE + "<tool_call>\n" + _FUNCTION + "}\n</tool_call>{% endfor %}",
+    "qwen3_coder": _EACH + _LINE + "<tool_call>\n<function=" + _NAME + ">"
     "{% for k, v in c.function.arguments | items %}{{ '\n' }}<parameter={{ k }}>\n"
-    "{{ v if v is string else v | tojson }}\n</parameter>{% endfor %}{{ '\n' }}</function>\n</tool_call>{% endfor %}",
-    "glm45": _EACH + "{% if not loop.first %}{{ '\n' }}{% endif %}<tool_call>" + _NAME
+    "{{ v if v is string else v | tojson }}\n</parameter>{% endfor %}{{ '\n' }}</function>\n"
+    "</tool_call>{% endfor %}",
+    "glm45": _EACH + _LINE + "<tool_call>" + _NAME
     + "{% for k, v in c.function.arguments | items %}{{ '\n' }}<arg_key>{{ k }}</arg_key>\n"
-    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}{{ '\n' }}</tool_call>{% endfor %}",
-    "mistral": "[TOOL_CALLS] [" + _EACH + "{% if not loop.first %}, {% endif %}" + _FUNCTION + "}{% endfor %}]",
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}{{ '\n' }}"
+    "</tool_call>{% endfor %}",
+    "mistral": "[TOOL_CALLS] [" + _EACH + "{% if not loop.first %}, {% endif %}" + _FUNCTION
+    + "}{% endfor %}]",
     "mistral_names": _EACH + "[TOOL_CALLS]" + _NAME + "[ARGS]" + _VALUES + "{% endfor %}",
-    "deepseek_v31": "<｜tool▁calls▁begin｜>" + _EACH + "<｜tool▁call▁begin｜>" + _NAME + "<｜tool▁sep｜>" + _VALUES
-    + "<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>",
-    "deepseek_v3": "<｜tool▁calls▁begin｜>" + _EACH + "{% if not loop.first %}{{ '\n' }}{% endif %}"
+    "deepseek_v31": "<｜tool▁calls▁begin｜>" + _EACH + "<｜tool▁call▁begin｜>" + _NAME + "<｜tool▁sep｜>"
+    + _VALUES + "<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜>" + _EACH + _LINE +
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>" + _NAME + "\n```json\n" + _VALUES
     + "\n```<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>",
-    "llama3_json": _EACH + '{% if not loop.first %}; {% endif %}{"name": "' + _NAME + '", "parameters": ' + _VALUES
-    + "}{% endfor %}",
-    "json": _EACH + "{% if not loop.first %}{{ '\n' }}{% endif %}" + _FUNCTION + "}{% endfor %}",
+    "llama3_json": _EACH + '{% if not loop.first %}; {% endif %}{"name": "' + _NAME + '", "parameters": '
+    + _VALUES + "}{% endfor %}",
+    "json": _EACH + _LINE + _FUNCTION + "}{% endfor %}",
 }  # fmt: skip
 _SPECIAL = ("<|end|>", "<|user|>", "[TOOL_CALLS]", "[ARGS]")  # skipped in texts, as models' own
 _ADDED = (
@@ -69,8 +73,8 @@ _ADDED = (
 
 
 def template_of(name: str, thinks: bool = False) -> str:
-    """A chat template that writes calls in the format of this name; one of a model that `thinks` has reasoning,
-    which it opens unless `enable_thinking` is false."""
+    """A chat template that writes calls in the format of this name; one of a model that `thinks` has
+    reasoning, which it opens unless `enable_thinking` is false."""
     thought = (
         "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
         if thinks

@@ -156,11 +156,12 @@ def test_turns_are_those_of_the_chat(play: Play) -> None:
 
 
 TOOL = {"name": "look", "input_schema": {"type": "object"}}
+SEARCH = {"type": "web_search_20260209", "name": "w"}
 USE = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("the chat template leaves out tools", {"tools": [TOOL]}),
-    ("type 'web_search_20260209' are not supported", {"tools": [{"type": "web_search_20260209", "name": "w"}]}),
+    ("type 'web_search_20260209' are not supported", {"tools": [SEARCH]}),
     ("only allowed with tools", {"tool_choice": {"type": "any"}}),
     ("none of the tools", {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "see"}}),
     ("twice", {"tools": [TOOL, TOOL]}),

@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -219,7 +218,7 @@ def test_an_answer_that_ends_within_a_call_tells_what_there_is(play: Play, folde
             if told is None:
                 assert calls is None
             else:
-                assert calls and calls[0].function.arguments.startswith(told[:1]) or not told
+                assert (calls and calls[0].function.arguments.startswith(told[:1])) or not told
         message = await client(world).messages.create(model="tiny", max_tokens=60, messages=ASK, tools=OURS)
         (block,) = message.content
         assert message.stop_reason == "max_tokens" and block.type == "tool_use" and block.input == {}
@@ -314,13 +313,15 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 INVALID: list[tuple[str, dict[str, Any]]] = [
-    (r"tools\[0\], 'get_weather': .*Invalid type: objekt", {"tools": [changed(parameters={"type": "objekt"})]}),
+    (r"tools\[0\], 'get_weather': .*Invalid type: objekt", {"tools": [
+        changed(parameters={"type": "objekt"})]}),
     (r"tools\[1\], 'get_weather': .*[Uu]nimplemented", {"tools": [CLOCK, changed(
         strict=True, parameters={"properties": {"a": {"type": "string", "not": {}}}})]}),
     ("'tools.0.function.name'", {"tools": [changed(name="a b")]}),
     ("'tools.0.function.name'", {"tools": [changed(name="a" * 129)]}),
     ("'tools.0.function.parameters'", {"tools": [changed(parameters={"enum": ["x" * 70_000]})]}),
-    ("at most 65536 are allowed", {"tools": [changed(name=f"f{n}", parameters={"enum": ["x" * 30_000]}) for n in range(3)]}),
+    ("at most 65536 are allowed", {"tools": [
+        changed(name=f"f{n}", parameters={"enum": ["x" * 30_000]}) for n in range(3)]}),
     ("'tools'", {"tools": [changed(name=f"f{n}") for n in range(129)]}),
     ("a name twice", {"tools": [WEATHER, WEATHER]}),
     ("only allowed with tools", {"tools": None, "tool_choice": "required"}),

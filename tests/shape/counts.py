@@ -141,7 +141,8 @@ def counted() -> list[Count]:
     present = {made.name for made in classes()}
     return [
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 33_545, 28_000),
-        Count("lines of the package", lines(), 95_087, 82_000),
+        # With 2,250 of tools and reasoning: formats of calls, their grammars, and bodies in two dialects.
+        Count("lines of the package", lines(), 97_912, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),

@@ -38,7 +38,8 @@ class Message:
     """One turn of a chat; `role` is one of `ROLES`.
 
     A turn of the assistant is learned unless its `weight` is 0, and its content may be empty if it has
-    `tool_calls`, and it may have its `reasoning` before both. A turn of a tool may have the `name` of the function and the `tool_call_id` it answers.
+    `tool_calls`, and it may have its `reasoning` before both. A turn of a tool may have the `name` of the
+    function and the `tool_call_id` it answers.
     """
 
     role: str

@@ -21,10 +21,11 @@ from functools import partial
 from typing import Any, Final
 
 from coserve.errors import DataError
-from coserve.jobs.messages import Message, Tools
+from coserve.jobs.messages import Message
 from coserve.text.control import Anchor, ControlTokens, control_tokens
 from coserve.text.rendering import (
     NO_VARIABLES,
+    Tools,
     Turns,
     Variables,
     render_marked,
@@ -55,8 +56,8 @@ def encode_request(
     variables: Variables = NO_VARIABLES,
     is_continued: bool = False,
 ) -> list[int]:
-    """Tokens of a chat with the generation prompt, or of one whose last message `is_continued`. The template reads
-    `variables`, too. Raises DataError if it refuses the chat."""
+    """Tokens of a chat with the generation prompt, or of one whose last message `is_continued`. The
+    template reads `variables`, too. Raises DataError if it refuses the chat."""
     for number, turn in enumerate(turns, 1):
         if not {"role", "content"} <= turn.keys():
             raise DataError(f"expected message {number} to have a role and a content, not {sorted(turn)}")
@@ -127,8 +128,8 @@ def encode_chat(
 
 
 def _with_roles(turns: Turns, tokenizer: Tokenizer) -> Turns:
-    """Turns with roles that the template knows: OpenAI's newer name of the system is known to few, and the others
-    leave such a turn out or write a name that the model has never read."""
+    """Turns with roles that the template knows: OpenAI's newer name of the system is known to few, and the
+    others leave such a turn out or write a name that the model has never read."""
     template = tokenizer.chat_template
     if template is None or _DEVELOPER in str(template) or all(turn["role"] != _DEVELOPER for turn in turns):
         return turns

@@ -1,4 +1,4 @@
-"""What stands in a model's answers beside what they say: reasoning and calls of tools."""
+"""Reasoning and calls of tools, which a model's answers have beside what they say."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ _ENDING: Final = 16  # tokens of a prompt in which its end opens reasoning
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """How the text of an answer is read. It `has_reasoning` before it, of which the prompt has the opening mark
-    where that `is_open`, and calls of `tools` by name in a `format`. The special tokens `kept` are part of its
-    text."""
+    """A way to read the text of an answer. It `has_reasoning` before it, of which the prompt has the
+    opening mark where that `is_open`, and calls of `tools` by name in a `format`. The special tokens `kept`
+    are part of its text."""
 
     has_reasoning: bool = False
     is_open: bool = False
@@ -57,7 +57,7 @@ class AnswerReader:
         return 0 if self._calls is None else self._calls.count
 
     def push(self, text: str, is_last: bool = False) -> list[Delta]:
-        """What one more piece of the text tells; the last one tells what was held back, too."""
+        """The deltas of one more piece of the text; with the last one those of all that was held back."""
         found = list[Delta]()
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text)
@@ -79,8 +79,8 @@ class Markups:
     """The markup that the chat template of a tokenizer writes. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, tool_format: str | None = None) -> None:
-        """`tool_format` names the format of calls, which else the template tells. Raises ConfigError for a name
-        that there is not."""
+        """`tool_format` names the format of calls, which else the template tells. Raises ConfigError for a
+        name that there is not."""
         self._tokenizer = tokenizer
         self._named = None if tool_format is None else named_format(tool_format)
         self._added = {
@@ -126,6 +126,11 @@ class Markups:
 
     def lark(self) -> Lark:
         """An empty grammar for answers of this model."""
+        with self._lock:
+            return self._blank.empty()
+
+    @cached_property
+    def _blank(self) -> Lark:
         return Lark(self._added, {*self._added.values()} - {*self._special.values()})
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool:

@@ -72,8 +72,8 @@ class Text:
 
         Messages have "role" and "content". Raises DataError for a chat that the template refuses.
         """
-        asked = self.tokenizer, self.allow_special_tokens, tools, variables, is_continued
-        return tuple(encode_request(messages, *asked))
+        allowed = self.allow_special_tokens
+        return tuple(encode_request(messages, self.tokenizer, allowed, tools, variables, is_continued))
 
     def stream(
         self, stops: Sequence[str] = (), after: Sequence[int] = (), kept: Mapping[int, str] = NO_TOKENS

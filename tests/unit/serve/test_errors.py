@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from coserve import errors
 from coserve.errors import error_named
-from coserve.serve.anthropic.errors import ERRORS
 from coserve.serve.answering.cost import MOST_HEADER_BYTES, MOST_URL_BYTES
+from coserve.serve.anthropic.errors import ERRORS
 from coserve.serve.errors import OPENAI, ApiError, install
 from coserve.serve.http.middleware import Draining, RequestIds, SizeLimits
 

@@ -20,7 +20,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     prompt, then by choice. `asked` is what their requests have in common, with the call's id.
 
     `stops` end the text of an answer, which the server handles. An answer that `goes_on` continues the text
-    of its prompt; `markup` is what its text holds beside what it says. Each token of an answer `by_token` is told by itself, even one without text.
+    of its prompt; `markup` is what its text holds beside what it says. Each token of an answer `by_token`
+    is told by itself, even one without text.
     """
 
     asked: Request

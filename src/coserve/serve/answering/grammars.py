@@ -11,22 +11,22 @@ from coserve.errors import DataError
 from coserve.serve.answering.chat import Chat
 from coserve.serve.answering.cost import MOST_GRAMMAR_BYTES
 from coserve.serve.errors import ApiError
-from coserve.text.markup import Markup
-from coserve.text.tools.grammar import Wanted, answer_grammar
+from coserve.text.markup import Markup, Markups
+from coserve.text.tools.grammar import AnswerParts, answer_grammar
 from coserve.text.tools.lark import COMPACT, Lark
 
 
-def chat_grammar(chat: Chat, markup: Markup, lark: Lark) -> str:
-    """The grammar of answers to a chat with a schema or with tools. Raises ApiError for a bad schema, and may take
-    seconds even for a small one."""
+def chat_grammar(chat: Chat, markup: Markup, markups: Markups) -> str:
+    """The grammar of answers to a chat with a schema or with tools. Raises ApiError for a bad schema, and
+    may take seconds even for a small one."""
     if chat.schema is None:
-        return _of_tools(chat, markup, lark)
+        return _of_tools(chat, markup, markups.lark())
     grammar = _compiled(chat.schema)
-    return _of_tools(chat, markup, lark) if chat.callable or markup.is_open else grammar
+    return _of_tools(chat, markup, markups.lark()) if chat.callable or markup.is_open else grammar
 
 
 def _of_tools(chat: Chat, markup: Markup, lark: Lark) -> str:
-    wanted = Wanted(
+    wanted = AnswerParts(
         markup.format,
         chat.callable,
         chat.forced,

@@ -24,7 +24,6 @@ from coserve.serve.errors import ApiError
 from coserve.serve.offload import Offload
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
-from coserve.text.chat import texts_of
 from coserve.text.markup import PLAIN, Markup
 from coserve.wire.messages import Hello
 
@@ -76,13 +75,13 @@ class RequestBuilder:
         return cls(state, tenant, found, own, arrived, most, *served)
 
     async def chat(self, chat: Chat, sampling: SamplingParams, size: RequestSize) -> Call:
-        """Builds the call of a chat. `sampling` has stop strings, and `size` counts answers and their tokens, in
-        place of `sampling.max_tokens`. Raises ApiError for an invalid call."""
+        """Builds the call of a chat. `sampling` has stop strings, and `size` counts answers and their
+        tokens, in place of `sampling.max_tokens`. Raises ApiError for an invalid call."""
         prompt = await self.chat_tokens(chat)
         markup = await self._markup(chat, prompt)
         if chat.callable or chat.schema is not None:
             grammar = await self.state.prompts.run(
-                self.tenant.id, chat_grammar, chat, markup, self.state.text.markups.lark()
+                self.tenant.id, chat_grammar, chat, markup, self.state.text.markups
             )
             sampling = replace(sampling, grammar=grammar)
         return self._call([prompt], sampling, size, chat.is_continued, markup)
@@ -99,13 +98,12 @@ class RequestBuilder:
         """Tokens of a chat with the generation prompt. Raises ApiError for one that is too long, or that the
         model's template refuses."""
         turns = chat.turns
-        length = sum(map(len, texts_of([turns, chat.tools, chat.variables])))
-        self._check_length(length)
+        self._check_length(chat.length)
         if len(turns) > (most := self.state.settings.engine.max_chat_turns):
             message = f"A chat may have {most} messages (engine.max_chat_turns), not {len(turns)}."
             raise ApiError(400, message, param="messages", code="invalid_value")
         # Its template runs in a sandbox, which a thread waits for.
-        is_long = length + _TURN * len(turns) >= _LONG
+        is_long = chat.length + _TURN * len(turns) >= _LONG
         beside = self.state.prompts if is_long else self.state.chats
         return await self._tokens(self._encoded, chat, beside)
 

@@ -23,8 +23,8 @@ _DELTAS: Final[Mapping[str, str]] = {
 
 
 class MessageFormat:
-    """Format of the one answer to a call, as an `AnswerFormat`: a message with blocks of text, reasoning and calls
-    of tools."""
+    """Format of the one answer to a call, as an `AnswerFormat`: a message with blocks of text, reasoning
+    and calls of tools."""
 
     def __init__(self, call: Call, streams: bool) -> None:
         self.streams = streams

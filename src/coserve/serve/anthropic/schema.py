@@ -129,7 +129,8 @@ class ToolParam(RequestBody):
 
 
 class ToolChoiceParam(RequestBody):
-    """Whether the answer calls a tool (`auto`), has to (`any`), or which one it has to (`tool`)."""
+    """A choice between any answer (`auto`), one that calls a tool (`any`) or this one (`tool`), and one
+    that calls none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None

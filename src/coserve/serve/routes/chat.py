@@ -42,8 +42,10 @@ async def create_chat_completion(
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
     builder = await builder_for(state, caller, body, "chatcmpl-")
+    # Calls' arguments are JSON within JSON, and tools may hold thousands of values.
+    chat = await state.bodies.run(caller.id, chat_of, body, state.text.markups)
     call = await builder.chat(
-        chat_of(body, state.text.markups),
+        chat,
         sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None),
         RequestSize(
             choices=body.n or 1,

@@ -44,7 +44,8 @@ class FunctionTool(RequestBody):
 
     @property
     def shown(self) -> JsonObject:
-        """The tool as the template shows it, as it does in training: with its keys in the order they came in."""
+        """The tool as the template shows it, as it does in training: with its keys in the order they came
+        in."""
         given = self._given["function"]
         return {
             "type": "function",

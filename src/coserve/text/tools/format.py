@@ -28,8 +28,15 @@ class ArgumentReader(Protocol):
 class ToolFormat(Protocol):
     """A format that a model writes its calls in."""
 
-    name: str
-    syntax: Syntax
+    @property
+    def name(self) -> str:
+        """The name of the format in settings."""
+        ...
+
+    @property
+    def syntax(self) -> Syntax:
+        """The texts around its calls."""
+        ...
 
     def new_id(self) -> str:
         """A new id of a call, as the templates of this format take them."""

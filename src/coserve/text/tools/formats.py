@@ -54,10 +54,8 @@ def named_format(name: str) -> ToolFormat:
 def written_format(answered: str, asked: str) -> ToolFormat:
     """The format that a template writes calls in, which has rendered `TURNS` as `answered`, and the first of
     them with the generation prompt as `asked`. Raises DataError where no format reads the call."""
-    if answered.startswith(asked):
-        answer = answered[len(asked) :]
-    else:
-        answer = answered.rpartition(QUESTION)[2]
+    is_longer = answered.startswith(asked)
+    answer = answered[len(asked) :] if is_longer else answered.rpartition(QUESTION)[2]
     tools = {_NAME: Tool(_NAME, _PARAMETERS)}
     for format in _ALL:
         reader = CallReader(format, tools)
@@ -65,8 +63,8 @@ def written_format(answered: str, asked: str) -> ToolFormat:
         if [(call.name, _value(call.arguments)) for call in calls] == [(_NAME, _ARGUMENTS)]:
             return format
     raise DataError(
-        f"the chat template writes calls of tools in none of the formats {', '.join(FORMATS)}; name the one that "
-        "the model writes with --tool-format"
+        f"the chat template writes calls of tools in none of the formats {', '.join(FORMATS)}; name the "
+        "one that the model writes with --tool-format"
     )
 
 

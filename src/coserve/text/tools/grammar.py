@@ -13,10 +13,10 @@ from coserve.text.tools.tool import Tool
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What an answer consists of: calls of `tools` in a `format`, several only where they are `parallel`; or, where
-    calls are not `forced`, text, or else JSON of a `schema`. It `has_reasoning` before it, of which the prompt
-    has the opening mark where that is open (`is_thinking`)."""
+class AnswerParts:
+    """The parts of an answer: calls of `tools` in a `format`, several only where they are `parallel`; or,
+    where calls are not `forced`, text, or else JSON of a `schema`. It `has_reasoning` before it, of which
+    the prompt has the opening mark where that is open (`is_thinking`)."""
 
     format: ToolFormat | None = None
     tools: Sequence[Tool] = ()
@@ -27,8 +27,9 @@ class Wanted:
     is_thinking: bool = False
 
 
-def answer_grammar(wanted: Wanted, lark: Lark) -> str:
-    """The grammar of an answer. Raises DataError, naming the tool, for a schema that its format cannot hold."""
+def answer_grammar(wanted: AnswerParts, lark: Lark) -> str:
+    """The grammar of an answer. Raises DataError, naming the tool, for a schema that its format cannot
+    hold."""
     body = _body(wanted, lark)
     if not wanted.has_reasoning:
         return lark.written(body)
@@ -43,11 +44,11 @@ def answer_grammar(wanted: Wanted, lark: Lark) -> str:
     return lark.written(f"({lark.literal(OPENING)} {after} {line})? ({body})")
 
 
-def _is_held(wanted: Wanted) -> bool:
+def _is_held(wanted: AnswerParts) -> bool:
     return wanted.forced or wanted.schema is not None
 
 
-def _body(wanted: Wanted, lark: Lark) -> str:
+def _body(wanted: AnswerParts, lark: Lark) -> str:
     format, schema = wanted.format, wanted.schema
     answer = None if schema is None else lark.rule("answer", lark.json_compact(schema))
     if format is None:
@@ -65,7 +66,7 @@ def _body(wanted: Wanted, lark: Lark) -> str:
     return f"{lark.free('text', not_first=not_first)} | {begun}"
 
 
-def _calls(wanted: Wanted, format: ToolFormat, lark: Lark) -> str:
+def _calls(wanted: AnswerParts, format: ToolFormat, lark: Lark) -> str:
     """A rule for all calls, without the marker that the first one begins with."""
     syntax = format.syntax
     firsts, nexts = list[str](), list[str]()

@@ -1,13 +1,14 @@
 """Grammars in llguidance's dialect of Lark, for the tokens of one tokenizer.
 
-An added token (`<tool_call>`) is one terminal, which no text matches: llguidance takes all of them for control
-tokens. So a literal that spells some is written as a sequence of texts and tokens, and free text lists those
-that may stand in it.
+An added token (`<tool_call>`) is one terminal, which no text matches: llguidance takes all of them for
+control tokens. So a literal that spells some is written as a sequence of texts and tokens, and free text
+lists those that may stand in it.
 """
 
 import json
 import re
 from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import Any, Final
 
 # As templates write JSON: Python's separators, and no other white space, of which an uncertain model would
@@ -22,8 +23,8 @@ class Lark:
     """A grammar that is written rule by rule."""
 
     def __init__(self, added: Mapping[str, int], free: Iterable[int]) -> None:
-        """`added` has all tokens of the tokenizer that no text becomes but their own spelling; the `free` ones
-        may stand in free text."""
+        """`added` has all tokens of the tokenizer that no text becomes but their own spelling; the `free`
+        ones may stand in free text."""
         self._added, self._free = added, frozenset(free)
         names = sorted(filter(None, added), key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
@@ -36,7 +37,9 @@ class Lark:
 
     def empty(self) -> "Lark":
         """Another grammar for the same tokens, without rules."""
-        return Lark(self._added, self._free)
+        made = copy(self)
+        made._rules = []
+        return made
 
     def new(self, prefix: str) -> str:
         """A name for a rule that no other has."""
@@ -54,13 +57,13 @@ class Lark:
         return f"%json {json.dumps(given)}"
 
     def json_compact(self, schema: Mapping[str, Any]) -> str:
-        """An expression that matches JSON of a schema without white space. Keywords that cannot be enforced are
-        errors."""
+        """An expression that matches JSON of a schema without white space. Keywords that cannot be enforced
+        are errors."""
         return f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}"
 
     def free(self, name: str, without: str = "", not_first: str = "") -> str:
-        """A rule for any text, also none, that does not hold the literal `without` and does not begin with the
-        pattern `not_first`."""
+        """A rule for any text, also none, that does not hold the literal `without` and does not begin with
+        the pattern `not_first`."""
         text = self._text(name, without)
         first = text
         if not_first:
@@ -106,7 +109,8 @@ _VALUES: Final = frozenset({"enum", "const"})
 
 
 def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without what it says to readers: clients send tens of kilobytes of that, which no grammar has."""
+    """A schema without what it says to readers: clients send tens of kilobytes of that, which no grammar
+    has."""
     return {
         key: value
         if key in _VALUES

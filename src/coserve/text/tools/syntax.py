@@ -1,4 +1,5 @@
-"""Texts around a call, as one format writes them: a pattern that reads them and literals that a grammar has."""
+"""Texts around a call, as one format writes them: a pattern that reads them and literals that a grammar
+has."""
 
 import re
 from dataclasses import dataclass
@@ -31,8 +32,9 @@ class Syntax:
 
     A format whose calls stand `anywhere` may have text before them, which does not hold the `marker` that
     they begin with; other calls are the whole answer. `reads_after` is a pattern of what follows arguments,
-    where that is more than `after`, `reads_before` one of `before`, and `skipped` a text that may stand before all calls. All patterns end with
-    a character that is not optional, so they match as soon as they can.
+    where that is more than `after`, `reads_before` one of `before`, and `skipped` a text that may stand
+    before all calls. All patterns end with a character that is not optional, so they match as soon as they
+    can.
     """
 
     before: str

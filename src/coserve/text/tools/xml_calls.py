@@ -11,7 +11,7 @@ import regex
 from coserve.errors import DataError
 from coserve.text.pending import begun
 from coserve.text.tools.format import ArgumentReader, random_id
-from coserve.text.tools.lark import Lark
+from coserve.text.tools.lark import Lark, quoted
 from coserve.text.tools.syntax import NAME, Syntax, pattern_of
 from coserve.text.tools.tool import Tool
 
@@ -165,14 +165,15 @@ class XmlCalls:
             whole = {**shared, **schema} if isinstance(schema, Mapping) else schema
             json_value = lark.json({"allOf": [whole]} if isinstance(whole, bool) else whole, tool.strict)
             return f"{lark.rule(lark.new('value'), json_value)} {end}"
-        if unknown := sorted(schema.keys() - _ENFORCED):
-            if tool.strict:
-                raise DataError(
-                    f"{unknown[0]!r} of the string {name!r} cannot be enforced in the format {self.name}"
-                )
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if (unknown := sorted(schema.keys() - _ENFORCED)) and tool.strict:
+            raise DataError(
+                f"{unknown[0]!r} of the string {name!r} cannot be enforced in the format {self.name}"
+            )
+        values = [schema["const"]] if "const" in schema else schema.get("enum", [])
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise DataError(f"expected the values of the string {name!r} to be a list of strings")
         if values:
-            return f"({' | '.join(lark.literal(value) for value in values)}) {end}"
+            return f"({' | '.join(lark.literal(value) or quoted('') for value in values)}) {end}"
         return lark.until(lark.new("value"), after)
 
 

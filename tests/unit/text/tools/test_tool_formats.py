@@ -17,7 +17,7 @@ from coserve.text.chat import encode_chat
 from coserve.text.deltas import CallBegun, joined
 from coserve.text.markup import AnswerReader, Markup, Markups
 from coserve.text.tools.formats import FORMATS, named_format
-from coserve.text.tools.grammar import Wanted, answer_grammar
+from coserve.text.tools.grammar import AnswerParts, answer_grammar
 from coserve.text.tools.tool import Tool
 
 TEXTS = {"properties": {"text": {"type": "string"}, "parts": {"type": "array"}, "any": {}}}
@@ -83,13 +83,13 @@ def test_calls_are_read_as_they_were_written_wherever_they_are_cut(name: str) ->
 
 @pytest.mark.parametrize("name", ALL)
 def test_hostile_text_is_told_whole_and_the_same_wherever_it_is_cut(name: str) -> None:
-    """What is no call is text, of which nothing is lost."""
+    """Nothing is lost of a text that is no call."""
     syntax, seed = FORMATS[name].syntax, secrets.randbits(32)
     print(f"seed {seed}")
     draw = random.Random(seed)
     call = written(FORMATS[name], [("clock", {})])
-    pieces = [syntax.marker, syntax.marker[:3], syntax.after, syntax.between, syntax.closing, call, call[:-4], " ", "\n",
-              call.replace("clock", "unknown"), '{"name": "', "clock", "{", "}", '"', "x"]  # fmt: skip
+    pieces = [syntax.marker, syntax.marker[:3], syntax.after, *"x{}", syntax.between, syntax.closing, call,
+              " ", "\n", call[:-4], call.replace("clock", "unknown"), '{"name": "', "clock", '"']  # fmt: skip
     for _ in range(60):
         text = "".join(draw.choices(pieces, k=draw.randint(1, 7)))
         whole = read(name, [text])
@@ -107,8 +107,8 @@ def test_hostile_text_is_told_whole_and_the_same_wherever_it_is_cut(name: str) -
 @pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize("name", ALL)
 def test_the_template_tells_the_format_and_training_agrees_with_answers(name: str, has_tokens: bool) -> None:
-    """A record's tokens are those of the request and of an answer that the grammar allows and that is read as the
-    record's calls."""
+    """A record's tokens are those of the request and of an answer that the grammar allows and that is read
+    as the record's calls."""
     tokenizer = tokenizer_for(template_of(name), has_tokens)
     text = Text(tokenizer)
     assert text.markups.format() is FORMATS[name]
@@ -123,7 +123,7 @@ def test_the_template_tells_the_format_and_training_agrees_with_answers(name: st
     tools = [Tool(tool["function"]["name"], tool["function"]["parameters"]) for tool in TOOLS]
     markup, model = text.markups.of(prompt, tools), Untrained(tokenizer)
     for forced in (True, False):
-        grammar = answer_grammar(Wanted(markup.format, tools, forced), text.markups.lark())
+        grammar = answer_grammar(AnswerParts(markup.format, tools, forced), text.markups.lark())
         assert model.accepts(grammar, answer[:-1]) == (len(answer) - 1, True)
     stream, reader = text.stream(kept=markup.kept), markup.reader()
     deltas = [delta for token in answer[:-1] for delta in reader.push(stream.push(token))]
@@ -140,7 +140,7 @@ def test_an_untrained_model_makes_valid_calls(name: str, has_tokens: bool) -> No
     model = Untrained(text.tokenizer)
     weather = Tool("get_weather", PARAMETERS)
     for parallel in (False, True):
-        wanted = Wanted(
+        wanted = AnswerParts(
             FORMATS[name], [weather, Tool("clock", CLOCK["function"]["parameters"])], True, parallel
         )
         grammar = answer_grammar(wanted, text.markups.lark())
@@ -166,7 +166,7 @@ def test_an_untrained_model_makes_valid_calls(name: str, has_tokens: bool) -> No
 def test_free_text_remains_possible_and_holds_no_broken_call(name: str, has_tokens: bool) -> None:
     text = Text(tokenizer_for(template_of(name), has_tokens))
     model, format = Untrained(text.tokenizer), FORMATS[name]
-    grammar = answer_grammar(Wanted(format, [Tool("clock")]), text.markups.lark())
+    grammar = answer_grammar(AnswerParts(format, [Tool("clock")]), text.markups.lark())
 
     def accepts(answer: str) -> tuple[int, bool]:
         ids = text.tokenizer(answer, add_special_tokens=False)["input_ids"]
@@ -186,7 +186,7 @@ def test_free_text_remains_possible_and_holds_no_broken_call(name: str, has_toke
 
 def test_what_no_format_reads_is_refused() -> None:
     tokenizer = tokenizer_for(template_of("json").replace('{"name"', '{"tool"'))
-    with pytest.raises(DataError, match="in none of the formats hermes, .* --tool-format"):
+    with pytest.raises(DataError, match=r"in none of the formats hermes, .* --tool-format"):
         Markups(tokenizer).format()
     assert Markups(tokenizer, "hermes").format() is FORMATS["hermes"]
     with pytest.raises(ConfigError, match="no tool format is called 'xml'; there are hermes"):
@@ -200,10 +200,10 @@ def test_what_no_format_reads_is_refused() -> None:
 def test_schemas_that_tags_cannot_hold_are_refused_where_they_are_strict(name: str) -> None:
     lark = Text(tokenizer_for(template_of(name))).markups.lark
     bounded = {"properties": {"a": {"type": "string", "maxLength": 3}}}
-    assert answer_grammar(Wanted(FORMATS[name], [Tool("f", bounded)]), lark())
+    assert answer_grammar(AnswerParts(FORMATS[name], [Tool("f", bounded)]), lark())
     with pytest.raises(DataError, match=r"tools\[0\], 'f': 'maxLength' of the string 'a' cannot be enforced"):
-        answer_grammar(Wanted(FORMATS[name], [Tool("f", bounded, strict=True)]), lark())
+        answer_grammar(AnswerParts(FORMATS[name], [Tool("f", bounded, strict=True)]), lark())
     with pytest.raises(DataError, match="cannot be written"):
-        answer_grammar(Wanted(FORMATS[name], [Tool("f", {"properties": {"a>": {}}})]), lark())
+        answer_grammar(AnswerParts(FORMATS[name], [Tool("f", {"properties": {"a>": {}}})]), lark())
     with pytest.raises(DataError, match='"properties" to be an object'):
-        answer_grammar(Wanted(FORMATS[name], [Tool("f", {"properties": []})]), lark())
+        answer_grammar(AnswerParts(FORMATS[name], [Tool("f", {"properties": []})]), lark())
