@@ -262,17 +262,15 @@ def test_token_ids_are_told_on_request(play: Play) -> None:
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
-    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-    ("tool_choice", {"tool_choice": "required"}),
     ("functions", {"functions": [{"name": "f"}]}),
     ("audio", {"audio": {"voice": "x", "format": "wav"}}),
     ("modalities", {"modalities": ["text", "audio"]}),
     ("reasoning_effort", {"reasoning_effort": "high"}),
     ("web_search_options", {"web_search_options": {}}),
-    ("messages", {"messages": [{"role": "tool", "content": "1", "tool_call_id": "x"}]}),
+    ("messages", {"messages": [{"role": "function", "content": "1", "name": "x"}]}),
     ("messages", {"messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}]}]}),
-    ("messages", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}),
+    ("messages", {"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}]}),
 ]  # fmt: skip
 
 

@@ -156,16 +156,22 @@ def test_turns_are_those_of_the_chat(play: Play) -> None:
 
 
 TOOL = {"name": "look", "input_schema": {"type": "object"}}
+SEARCH = {"type": "web_search_20260209", "name": "w"}
+USE = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("'tools' is not supported", {"tools": [TOOL]}),
-    ("'tool_choice' is not supported", {"tool_choice": {"type": "any"}}),
+    ("the chat template leaves out tools", {"tools": [TOOL]}),
+    ("type 'web_search_20260209' are not supported", {"tools": [SEARCH]}),
+    ("only allowed with tools", {"tool_choice": {"type": "any"}}),
+    ("none of the tools", {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "see"}}),
+    ("twice", {"tools": [TOOL, TOOL]}),
     ("'thinking' is not supported", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
     ("'output_config' is not supported", {"output_config": {"effort": "low"}}),
     ("type 'image' is not supported", {"messages": [{"role": "user", "content": [IMAGE]}]}),
     ("type 'document' is not supported", {"system": [{"type": "document"}]}),
-    ("type 'tool_result'", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
-    ("cannot be continued here", {"messages": [*HELLO, {"role": "assistant", "content": "I"}]}),
+    ("'messages.0.content", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
+    ("not allowed at the role 'user'", {"messages": [{"role": "user", "content": [USE]}]}),
+    ("their results have to follow", {"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}),
     ("Missing required parameter: 'max_tokens'", {"max_tokens": None}),
     ("'max_tokens'", {"max_tokens": 0}),
     ("'temperature'", {"temperature": 1.5}),

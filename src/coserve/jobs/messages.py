@@ -15,6 +15,7 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 MOST_NESTED: Final = 32  # levels of a tool's parameters, a call's arguments, a reference
 _FIELDS: Final = (
     "role", "content", "weight", "loss_weight", "name", "tool_calls", "tool_call_id", "function_call",
+    "reasoning_content",
 )  # fmt: skip
 _MOST_QUOTED: Final = 60  # characters of a caller's value that an error repeats
 _KINDS: Final = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number",
@@ -37,7 +38,8 @@ class Message:
     """One turn of a chat; `role` is one of `ROLES`.
 
     A turn of the assistant is learned unless its `weight` is 0, and its content may be empty if it has
-    `tool_calls`. A turn of a tool may have the `name` of the function and the `tool_call_id` it answers.
+    `tool_calls`, and it may have its `reasoning` before both. A turn of a tool may have the `name` of the
+    function and the `tool_call_id` it answers.
     """
 
     role: str
@@ -46,6 +48,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     name: str | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
 
 
 def read_messages(value: object, field: str = "messages") -> tuple[Message, ...]:
@@ -150,6 +153,12 @@ def _message(message: object) -> Message:
     names = {key: text_of(message, key) for key in ("name", "tool_call_id") if message.get(key) is not None}
     if "tool_call_id" in names and role != "tool":
         raise DataError(f'expected "tool_call_id" at the role "tool" only; found it at {role!r}')
+    if message.get("reasoning_content") is not None:
+        if role != "assistant":
+            raise DataError(
+                f'expected "reasoning_content" at the role "assistant" only; found it at {role!r}'
+            )
+        names["reasoning"] = text_of(message, "reasoning_content", may_be_empty=True)
     return Message(role, content, _weight(message), calls, **names)
 
 

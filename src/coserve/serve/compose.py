@@ -69,7 +69,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
 
 
 def _text(settings: ServerSettings) -> Text:
-    text = Text.load(settings.model, settings.engine.allow_special_tokens)
+    text = Text.load(settings.model, settings.engine.allow_special_tokens, settings.tool_format)
     text.prepare()
     return text
 

@@ -19,6 +19,7 @@ from coserve.core.setting import Flag, Range, check_ranges
 from coserve.errors import ConfigError
 from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
 from coserve.schedule.policies import make_policy
+from coserve.text.tools.formats import named_format
 
 LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
 LEAST_WATCHDOG = 2.0  # seconds; processes beat twice in one
@@ -89,6 +90,10 @@ class ServerSettings:
             "--cors-origin",
         ),
     ] = ()
+    tool_format: Annotated[
+        str | None,
+        Flag("How the model writes calls of tools, where its chat template does not tell.", "NAME"),
+    ] = None
     max_queue: _Count = 1024  # requests waiting, of all tenants; more are answered 429
     max_queue_tenant: _Count = 256  # requests waiting, of one tenant
     max_requests_minute: _Limit = 30_000  # of one tenant to /v1, as many at once; 0: any number
@@ -137,6 +142,8 @@ class ServerSettings:
             raise ConfigError(f"report_to has {min(unknown_reporters)!r}; there are {', '.join(REPORTERS)}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        if self.tool_format is not None:
+            named_format(self.tool_format)
         for table, names in (("adapters", self.adapters), ("bases", self.bases)):
             for each in names:
                 if not each or each != each.strip():

@@ -21,14 +21,23 @@ from functools import partial
 from typing import Any, Final
 
 from coserve.errors import DataError
-from coserve.jobs.messages import Message, Tools
+from coserve.jobs.messages import Message
 from coserve.text.control import Anchor, ControlTokens, control_tokens
-from coserve.text.rendering import Turns, render_marked, render_prefixes, render_request
+from coserve.text.rendering import (
+    NO_VARIABLES,
+    Tools,
+    Turns,
+    Variables,
+    render_marked,
+    render_prefixes,
+    render_request,
+)
 from coserve.text.templates import end_of
 from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens, token_ids
 
 Encode = Callable[[str], list[int]]
 _MARKS: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DEVELOPER: Final = "developer"
 _MOST_AGAIN: Final = 2**23  # characters of a chat that are tokenized again to find its answers: 3 to 8 s
 
 
@@ -39,12 +48,20 @@ def plain_chat(turns: Turns, add_generation_prompt: bool) -> str:
     return text + "assistant:" if add_generation_prompt else text
 
 
-def encode_request(turns: Turns, tokenizer: Tokenizer, allow_special_tokens: bool = False) -> list[int]:
-    """Tokens of a chat with the generation prompt. Raises DataError if the template refuses it."""
+def encode_request(
+    turns: Turns,
+    tokenizer: Tokenizer,
+    allow_special_tokens: bool = False,
+    tools: Tools = (),
+    variables: Variables = NO_VARIABLES,
+    is_continued: bool = False,
+) -> list[int]:
+    """Tokens of a chat with the generation prompt, or of one whose last message `is_continued`. The
+    template reads `variables`, too. Raises DataError if it refuses the chat."""
     for number, turn in enumerate(turns, 1):
         if not {"role", "content"} <= turn.keys():
             raise DataError(f"expected message {number} to have a role and a content, not {sorted(turn)}")
-    return _encode_asked(turns, tokenizer, allow_special_tokens, ())
+    return _encode_asked(turns, tokenizer, allow_special_tokens, tools, variables, is_continued)
 
 
 def encode_prompt(
@@ -55,17 +72,28 @@ def encode_prompt(
 ) -> list[int]:
     """Tokens of a record's chat with the generation prompt. Raises DataError where the template refuses the
     chat or leaves out its tools."""
-    return _encode_asked([_turn(message) for message in messages], tokenizer, allow_special_tokens, tools)
+    return _encode_asked([turn_of(message) for message in messages], tokenizer, allow_special_tokens, tools)
 
 
-def _encode_asked(turns: Turns, tokenizer: Tokenizer, allow_special_tokens: bool, tools: Tools) -> list[int]:
-    turns, control, tools = _only_text(turns, tokenizer, allow_special_tokens, tools)
+def _encode_asked(
+    turns: Turns,
+    tokenizer: Tokenizer,
+    allow_special_tokens: bool,
+    tools: Tools,
+    variables: Variables = NO_VARIABLES,
+    is_continued: bool = False,
+) -> list[int]:
+    turns = _with_roles(turns, tokenizer)
+    (turns, tools, variables), control = _only_text(
+        (turns, tools, variables), tokenizer, allow_special_tokens
+    )
     encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:
         _refuse_tools(turns, tools)
-        return [*first_tokens(tokenizer), *encode(plain_chat(turns, True))]
+        text = plain_chat(turns, False).removesuffix("\n") if is_continued else plain_chat(turns, True)
+        return [*first_tokens(tokenizer), *encode(text)]
     with _shown(control):
-        return encode(render_request(tokenizer, turns, tools))
+        return encode(render_request(tokenizer, turns, tools, variables, is_continued))
 
 
 def encode_chat(
@@ -78,8 +106,8 @@ def encode_chat(
 
     Raises DataError where the template refuses the chat or leaves out its tools.
     """
-    turns: Turns = [_turn(message) for message in messages]
-    turns, control, tools = _only_text(turns, tokenizer, allow_special_tokens, tools)
+    turns: Turns = _with_roles([turn_of(message) for message in messages], tokenizer)
+    (turns, tools, _), control = _only_text((turns, tools, NO_VARIABLES), tokenizer, allow_special_tokens)
     learned = [message.weight > 0 for message in messages]
     encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:
@@ -99,9 +127,20 @@ def encode_chat(
         return _masked(text, spans, tokenizer, encode)
 
 
-def _turn(message: Message) -> dict[str, Any]:
+def _with_roles(turns: Turns, tokenizer: Tokenizer) -> Turns:
+    """Turns with roles that the template knows: OpenAI's newer name of the system is known to few, and the
+    others leave such a turn out or write a name that the model has never read."""
+    template = tokenizer.chat_template
+    if template is None or _DEVELOPER in str(template) or all(turn["role"] != _DEVELOPER for turn in turns):
+        return turns
+    return [{**turn, "role": "system"} if turn["role"] == _DEVELOPER else turn for turn in turns]
+
+
+def turn_of(message: Message) -> dict[str, Any]:
     """A message as templates expect it."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        turn["reasoning_content"] = message.reasoning
     for key in ("name", "tool_call_id"):
         if (value := getattr(message, key)) is not None:
             turn[key] = value
@@ -124,28 +163,28 @@ def _refuse_tools(turns: Turns, tools: Tools) -> None:
 
 
 def _only_text(
-    turns: Turns, tokenizer: Tokenizer, allowed: bool, tools: Tools = ()
-) -> tuple[Turns, ControlTokens | None, Tools]:
-    """Turns and tools with spelled control tokens hidden, and between them the object that restores these;
-    None where there are none, or they are allowed."""
+    given: tuple[Turns, Tools, Variables], tokenizer: Tokenizer, allowed: bool
+) -> tuple[tuple[Turns, Tools, Variables], ControlTokens | None]:
+    """Turns, tools and variables with spelled control tokens hidden, and the object that restores these; None
+    where there are none, or they are allowed."""
     control = control_tokens(tokenizer)
-    if allowed or not any(map(control.spelled_in, _texts([list(turns), list(tools)]))):
-        return turns, None, tools
-    hidden = [_hidden(turn, control) for turn in turns]
-    return hidden, control, tuple(_hidden(tool, control) for tool in tools)
+    if allowed or not any(map(control.spelled_in, texts_of(given))):
+        return given, None
+    turns, tools, variables = (_hidden(part, control) for part in given)
+    return (turns, tools, variables), control
 
 
-def _texts(value: object) -> Iterator[str]:
+def texts_of(value: object) -> Iterator[str]:
     """All texts of nested lists and objects, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _texts(key)
-            yield from _texts(inner)
+            yield from texts_of(key)
+            yield from texts_of(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _texts(inner)
+            yield from texts_of(inner)
 
 
 def _hidden(value: Any, control: ControlTokens) -> Any:

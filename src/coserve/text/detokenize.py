@@ -1,15 +1,18 @@
 """Streaming detokenizer: emits whole characters, and holds back possible stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from tokenizers.decoders import DecodeStream
 
 from coserve.errors import ConfigError
+from coserve.text.pending import begun
 from coserve.text.tokenizer import Tokenizer
 
 _ENDING: Final = 32  # tokens of a prompt that are looked at for its last character
 _NO_CHARACTER: Final = "\ufffd"  # for bytes that are none
+NO_TOKENS: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 class StopMatcher:
@@ -24,7 +27,6 @@ class StopMatcher:
         if "" in stops:
             raise ConfigError("sampling.stop must not contain an empty string")
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
         self._held = ""  # the longest end of the text so far that a stop string could begin with
         self.matched: str | None = None  # the stop string that has ended the text
 
@@ -60,11 +62,7 @@ class StopMatcher:
 
     def _undecided(self, text: str) -> int:
         """Length of the longest end of `text` that is the beginning of a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+        return max((begun(stop, text) for stop in self._stops), default=0)
 
 
 class TextStream:
@@ -72,17 +70,26 @@ class TextStream:
 
     All that `push` and `finish` return, joined, is what the tokenizer decodes all tokens to (special tokens
     skipped, spaces left alone), cut before the first stop string. With `after`, the preceding tokens, the
-    text is what the answer adds to theirs: many tokenizers drop a space at the beginning of a text only.
+    text is what the answer adds to theirs: many tokenizers drop a space at the beginning of a text only. The
+    special tokens `kept` are told as they are spelled; the text after one is decoded by itself.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        after: Sequence[int] = (),
+        kept: Mapping[int, str] = NO_TOKENS,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._kept = kept
         self._tokens = self._ending(after)
         before = self._decode()
         self._before = len(before)
         self._decoder = DecodeStream(ids=list(self._tokens), skip_special_tokens=True)
         self._matcher = StopMatcher(stops)
-        self._decoded = 0  # characters the decoder has given out
+        self._given = 0  # characters that the decoder has given of `_tokens`
+        self._decoded = 0  # characters of all tokens that it has given
 
     @property
     def stopped(self) -> bool:
@@ -103,8 +110,14 @@ class TextStream:
         """The text that is safe to emit after one more token; often empty."""
         if self.stopped:
             return ""
-        self._tokens.append(token)
-        text = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+        if token in self._kept:
+            text = self._rest() + self._kept[token]
+            self._tokens, self._before, self._given = [], 0, 0
+            self._decoder = DecodeStream(skip_special_tokens=True)
+        else:
+            self._tokens.append(token)
+            text = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+            self._given += len(text)
         self._decoded += len(text)
         return self._matcher.push(text)
 
@@ -113,9 +126,13 @@ class TextStream:
         if self.stopped:
             return ""
         # Only the decoder's own tail is missing; it has no way to ask for it.
-        text = self._matcher.push(self._decode()[self._before + self._decoded :])
-        self._tokens, self._before, self._decoded = [], 0, 0
+        text = self._matcher.push(self._rest())
+        self._tokens, self._before, self._given, self._decoded = [], 0, 0, 0
         return text if self.stopped else text + self._matcher.finish()
+
+    def _rest(self) -> str:
+        """The text of `_tokens` that the decoder holds back: incomplete characters."""
+        return self._decode()[self._before + self._given :]
 
     def _ending(self, after: Sequence[int]) -> list[int]:
         """The last tokens of `after` that form whole characters (special tokens form none). None where it

@@ -5,6 +5,7 @@ own renderer takes 1.1 s and 66 MB to be imported, this one 0.1 s and 20 MB; a t
 """
 
 import json
+import secrets
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -33,9 +34,10 @@ def render(
     *more: Any,
 ) -> Rendered:
     """Renders a chat to its text, and some spans (start, end) of it in characters. `special` has the
-    tokenizer's special tokens by name; `what` is
+    tokenizer's special tokens by name, and a request's own variables; `what` is
 
     - "request": the chat with the generation prompt, no spans;
+    - "continued": the chat up to the end of its last message's content, no spans;
     - "marked": the chat with the spans that the template marks;
     - "prefixes" with (learned, eos): the chat with the spans of the assistant's turns that are learned.
 
@@ -45,6 +47,8 @@ def render(
     chat.check_tools()
     if what == "request":
         return chat.text(turns, True), []
+    if what == "continued":
+        return chat.continued(), []
     if what == "marked":
         return chat.marked()
     return chat.prefixes(*more)
@@ -62,6 +66,16 @@ class _Chat:
 
     def marked(self) -> Rendered:
         return self._render(self._turns, self._tools, False, marks=True)
+
+    def continued(self) -> str:
+        """The chat up to the end of the content of its last message, where that goes on."""
+        mark = secrets.token_hex(16)
+        last = self._turns[-1]
+        text = self.text([*self._turns[:-1], {**last, "content": last["content"] + mark}], False)
+        before, found, _ = text.rpartition(mark)
+        if not found:
+            raise DataError("the chat template leaves out the last message, so it cannot be continued")
+        return before
 
     def prefixes(self, learned: list[bool], eos: str | None) -> Rendered:
         """The chat, and spans of the assistant's turns that are learned, end-of-turn marks included: what a
@@ -107,11 +121,11 @@ class _Chat:
                 raise ValueError("it has no messages")
             template = _compiled(self._template)
             given = {
+                **self._special,
                 "messages": [_with_reasoning(turn) for turn in turns],
                 "tools": tools,
                 "documents": None,
                 "add_generation_prompt": asks,
-                **self._special,
             }
             if not marks:
                 return str(template.render(given)), []

@@ -7,7 +7,9 @@ from pathlib import Path
 from coserve.errors import ConfigError, DataError
 from coserve.text.chat import encode_request
 from coserve.text.control import control_tokens
-from coserve.text.detokenize import TextStream
+from coserve.text.detokenize import NO_TOKENS, TextStream
+from coserve.text.markup import Markups
+from coserve.text.rendering import NO_VARIABLES, Tools, Turns, Variables
 from coserve.text.token_bytes import TokenBytes
 from coserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -20,17 +22,23 @@ class Text:
     Spelled control tokens in prompts and messages are text, unless `allow_special_tokens`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, allow_special_tokens: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, allow_special_tokens: bool = False, tool_format: str | None = None
+    ) -> None:
+        """`tool_format` names the format of calls where the template does not tell it."""
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ConfigError(f"{type(tokenizer).__name__} cannot stream text: it is not a fast tokenizer")
         self.tokenizer = tokenizer
         self.allow_special_tokens = allow_special_tokens
+        self.markups = Markups(tokenizer, tool_format)
         self._token_bytes = TokenBytes(tokenizer)
 
     @classmethod
-    def load(cls, model: str | Path, allow_special_tokens: bool = False) -> "Text":
+    def load(
+        cls, model: str | Path, allow_special_tokens: bool = False, tool_format: str | None = None
+    ) -> "Text":
         """Loads the tokenizer saved beside a model, in a folder or on the hub; raises ConfigError."""
-        return cls(load_tokenizer(model), allow_special_tokens)
+        return cls(load_tokenizer(model), allow_special_tokens, tool_format)
 
     def prepare(self) -> None:
         """Builds the tokenizer copy that texts with spelled control tokens need (a second for large
@@ -52,19 +60,29 @@ class Text:
             return tuple(control.text_ids(prompt, add_special_tokens=True))
         return tuple(self.tokenizer(prompt, verbose=False)["input_ids"])
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of a chat with the generation prompt, as in training.
+    def chat(
+        self,
+        messages: Turns,
+        tools: Tools = (),
+        variables: Variables = NO_VARIABLES,
+        is_continued: bool = False,
+    ) -> tuple[int, ...]:
+        """Token ids of a chat with the generation prompt, as in training, or of one whose last message
+        `is_continued`. The template reads further `variables`.
 
         Messages have "role" and "content". Raises DataError for a chat that the template refuses.
         """
-        return tuple(encode_request(messages, self.tokenizer, self.allow_special_tokens))
+        allowed = self.allow_special_tokens
+        return tuple(encode_request(messages, self.tokenizer, allowed, tools, variables, is_continued))
 
-    def stream(self, stops: Sequence[str] = (), after: Sequence[int] = ()) -> TextStream:
+    def stream(
+        self, stops: Sequence[str] = (), after: Sequence[int] = (), kept: Mapping[int, str] = NO_TOKENS
+    ) -> TextStream:
         """The text of one answer, token by token; it ends before the first of `stops`.
 
-        `after` are tokens that the answer continues, if any.
+        `after` are tokens that the answer continues, if any, and `kept` special tokens that are part of it.
         """
-        return TextStream(self.tokenizer, stops, after)
+        return TextStream(self.tokenizer, stops, after, kept)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, without special ones; spaces are left alone."""

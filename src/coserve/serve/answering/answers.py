@@ -130,7 +130,9 @@ class Writer:
     def __init__(self, state: State, call: Call, index: int) -> None:
         self.has_finished = False
         self._index, self._chain_of, self._by_token = index, call.chain, call.by_token
-        self._stream = state.text.stream(call.stops, call.prompt(index) if call.goes_on else ())
+        self._stream = state.text.stream(
+            call.stops, call.prompt(index) if call.goes_on else (), call.markup.kept
+        )
         self._tokens: list[int] = []
         self._scores: list[Scores] = []
         self._starts: list[int] = []

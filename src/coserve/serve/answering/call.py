@@ -10,6 +10,7 @@ from coserve.core.request import Request
 from coserve.serve.adapter_registry.catalog import EXACT, Model
 from coserve.serve.answering.cost import RequestCost
 from coserve.serve.store.records import Tenant
+from coserve.text.markup import PLAIN, Markup
 
 SEEDS: Final = 2**63
 
@@ -19,7 +20,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     prompt, then by choice. `asked` is what their requests have in common, with the call's id.
 
     `stops` end the text of an answer, which the server handles. An answer that `goes_on` continues the text
-    of its prompt. Each token of an answer `by_token` is told by itself, even one without text.
+    of its prompt; `markup` is what its text holds beside what it says. Each token of an answer `by_token`
+    is told by itself, even one without text.
     """
 
     asked: Request
@@ -32,6 +34,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     stops: tuple[str, ...] = ()
     goes_on: bool = False
     by_token: bool = False
+    markup: Markup = PLAIN
 
     def __len__(self) -> int:
         return len(self.prompts) * self.choices

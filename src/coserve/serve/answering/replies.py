@@ -90,10 +90,15 @@ async def _whole(state: State, pieces: PieceStream, call: Call, shape: AnswerFor
     answers = await whole_answers(pieces, len(call))
     usage = CallUsage.of(call, sum(len(one.tokens) for one in answers), [one.cached for one in answers])
     is_small = sum(map(shape.size, answers)) <= _SMALL
-    told = written(shape.whole(answers, usage))
+    told = _written(shape, answers, usage)
     if is_small:
         return Response(b"".join(told), media_type="application/json")
     return await pieced(state.bodies, call.tenant.id, told, "application/json")
+
+
+def _written(shape: AnswerFormat, answers: list[AnswerPiece], usage: CallUsage) -> Iterator[bytes]:
+    """The whole reply as JSON, made where it is written: the text of long answers is read for calls."""
+    yield from written(shape.whole(answers, usage))
 
 
 async def whole_answers(pieces: PieceStream, count: int) -> list[AnswerPiece]:

@@ -1,36 +1,33 @@
 """Makes calls of what routes ask for: token ids, checked parameters, a cost."""
 
-import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
-
-from llguidance import LLMatcher
+from typing import TypeVar
 
 from coserve.core.request import Request, SamplingParams
 from coserve.errors import DataError
 from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.answering.call import SEEDS, Call
+from coserve.serve.answering.chat import Chat
 from coserve.serve.answering.cost import (
     MOST_CHARACTERS,
-    MOST_GRAMMAR_BYTES,
     RequestLimits,
     RequestSize,
     check_counts,
     request_cost,
 )
+from coserve.serve.answering.grammars import chat_grammar
 from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError
 from coserve.serve.offload import Offload
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
+from coserve.text.markup import PLAIN, Markup
 from coserve.wire.messages import Hello
 
 T = TypeVar("T")
-# With free white space an uncertain model may write blanks until its tokens are used up.
-_COMPACT: Any = {"whitespace_flexible": False}
 _LONG = 2_000  # characters that are tokenized beside the event loop, not in it: 2 ms
 _TURN = 32  # characters that a turn of a chat counts as, for the time that its template takes
 
@@ -77,21 +74,17 @@ class RequestBuilder:
         served = kind, tier, salt or "", bool(adaptive), bool(by_token)
         return cls(state, tenant, found, own, arrived, most, *served)
 
-    async def chat(
-        self,
-        turns: Sequence[Mapping[str, str]],
-        sampling: SamplingParams,
-        size: RequestSize,
-        schema: Mapping[str, Any] | None = None,
-    ) -> Call:
-        """Builds the call of a chat, whose turns have a role and a content. `sampling` has stop strings, and
-        `size` counts answers and their tokens, in place of `sampling.max_tokens`. Answers match a JSON
-        `schema`. Raises ApiError for an invalid call."""
-        prompt = await self.chat_tokens(turns)
-        if schema is not None:
-            grammar = await self.state.prompts.run(self.tenant.id, _compiled, schema)
+    async def chat(self, chat: Chat, sampling: SamplingParams, size: RequestSize) -> Call:
+        """Builds the call of a chat. `sampling` has stop strings, and `size` counts answers and their
+        tokens, in place of `sampling.max_tokens`. Raises ApiError for an invalid call."""
+        prompt = await self.chat_tokens(chat)
+        markup = await self._markup(chat, prompt)
+        if chat.callable or chat.schema is not None:
+            grammar = await self.state.prompts.run(
+                self.tenant.id, chat_grammar, chat, markup, self.state.text.markups
+            )
             sampling = replace(sampling, grammar=grammar)
-        return self._call([prompt], sampling, size)
+        return self._call([prompt], sampling, size, chat.is_continued, markup)
 
     async def completion(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams, size: RequestSize
@@ -101,18 +94,31 @@ class RequestBuilder:
         tokens = await self._prompts(prompts, size)
         return self._call(tokens, sampling, size, goes_on=True)
 
-    async def chat_tokens(self, turns: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    async def chat_tokens(self, chat: Chat) -> tuple[int, ...]:
         """Tokens of a chat with the generation prompt. Raises ApiError for one that is too long, or that the
         model's template refuses."""
-        length = sum(len(turn["content"]) for turn in turns)
-        self._check_length(length)
+        turns = chat.turns
+        self._check_length(chat.length)
         if len(turns) > (most := self.state.settings.engine.max_chat_turns):
             message = f"A chat may have {most} messages (engine.max_chat_turns), not {len(turns)}."
             raise ApiError(400, message, param="messages", code="invalid_value")
         # Its template runs in a sandbox, which a thread waits for.
-        is_long = length + _TURN * len(turns) >= _LONG
+        is_long = chat.length + _TURN * len(turns) >= _LONG
         beside = self.state.prompts if is_long else self.state.chats
-        return await self._tokens(self.state.text.chat, turns, beside)
+        return await self._tokens(self._encoded, chat, beside)
+
+    def _encoded(self, chat: Chat) -> tuple[int, ...]:
+        return self.state.text.chat(chat.turns, chat.tools, chat.variables, chat.is_continued)
+
+    async def _markup(self, chat: Chat, prompt: tuple[int, ...]) -> Markup:
+        """The markup of answers. Raises ApiError where the model writes no calls that can be read."""
+        markups = self.state.text.markups
+        if not chat.callable:
+            return markups.of(prompt)
+        try:  # the first time the template writes a call, in its sandbox
+            return await self.state.chats.run(self.tenant.id, markups.of, prompt, chat.callable)
+        except DataError as error:
+            raise ApiError(400, str(error), param="tools", code="unsupported_parameter") from error
 
     async def _prompts(
         self, prompts: Sequence[str | Sequence[int]], size: RequestSize
@@ -140,6 +146,7 @@ class RequestBuilder:
         sampling: SamplingParams,
         size: RequestSize,
         goes_on: bool = False,
+        markup: Markup = PLAIN,
     ) -> Call:
         self._check_ids(prompts, sampling)
         size = replace(
@@ -180,6 +187,7 @@ class RequestBuilder:
             stops=sampling.stop,
             goes_on=goes_on,
             by_token=self.by_token,
+            markup=markup,
         )
 
     def _limits(self) -> RequestLimits:
@@ -220,25 +228,3 @@ class RequestBuilder:
                 raise ApiError(400, message, param=param, code="invalid_value")
         if not all(prompts):
             raise ApiError(400, "A prompt needs at least one token.", param="prompt", code="invalid_value")
-
-
-def _compiled(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as a grammar. May take seconds even for a small one."""
-    try:
-        written = json.dumps(schema)
-    except RecursionError as error:
-        raise _bad_schema("it is nested too deeply") from error
-    if len(written) > MOST_GRAMMAR_BYTES:
-        raise _bad_schema(f"it has {len(written)} bytes; at most {MOST_GRAMMAR_BYTES} are allowed")
-    try:
-        grammar: str = LLMatcher.grammar_from_json_schema(written, overrides=_COMPACT)
-    except ValueError as error:
-        raise _bad_schema(str(error)) from error
-    if reason := LLMatcher.validate_grammar(grammar):
-        raise _bad_schema(reason.partition("\n")[0])
-    return grammar
-
-
-def _bad_schema(reason: str) -> ApiError:
-    message = f"Invalid schema for response_format: {reason}"
-    return ApiError(400, message, param="response_format", code="invalid_schema")

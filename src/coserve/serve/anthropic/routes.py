@@ -16,7 +16,7 @@ from coserve.serve.anthropic.schema import (
     MessagesRequest,
     TokensCount,
 )
-from coserve.serve.anthropic.turns import sampling_of, turns_of
+from coserve.serve.anthropic.turns import chat_of, sampling_of
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
@@ -38,7 +38,8 @@ async def create_message(body: MessagesRequest, request: Request, caller: Caller
     """
     builder = await RequestBuilder.of(state, caller, body.model, "msg_")
     size = RequestSize(max_tokens=body.max_tokens)
-    call = await builder.chat(turns_of(body), sampling_of(body), size)
+    chat = await state.bodies.run(caller.id, chat_of, body)
+    call = await builder.chat(chat, sampling_of(body), size)
     return await reply(request, state, call, MessageFormat(call, bool(body.stream)))
 
 
@@ -46,4 +47,5 @@ async def create_message(body: MessagesRequest, request: Request, caller: Caller
 async def count_tokens(body: CountTokensRequest, caller: Caller, state: Shared) -> TokensCount:
     """Tells the number of tokens that a chat has, with the beginning of the answer's turn."""
     builder = await RequestBuilder.of(state, caller, body.model)
-    return TokensCount(input_tokens=len(await builder.chat_tokens(turns_of(body))))
+    chat = await state.bodies.run(caller.id, chat_of, body)
+    return TokensCount(input_tokens=len(await builder.chat_tokens(chat)))

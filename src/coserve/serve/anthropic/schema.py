@@ -4,19 +4,26 @@ name."""
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from coserve.serve.answering.cost import LONGEST_NAME, MOST_MESSAGES, MOST_PARTS
-from coserve.serve.schema.common import MOST_TOKEN_ID, RequestBody, StopStrings, Words
-from coserve.serve.schema.unsupported import refuse_part, without
+from coserve.serve.answering.cost import LONGEST_NAME, MOST_BODY_BYTES, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from coserve.serve.schema.common import (
+    MOST_TOKEN_ID,
+    JsonObject,
+    MostBytes,
+    RequestBody,
+    Schema,
+    StopStrings,
+    Words,
+)
+from coserve.serve.schema.tools import CallId, ToolName
+from coserve.serve.schema.unsupported import refuse_part, refuse_tool, without
 
 _HELLO: Any = {
     "model": "coserve-tiny", "max_tokens": 16, "messages": [{"role": "user", "content": "Hello!"}],
 }  # fmt: skip
 # The values that ask for nothing, and may therefore stand there; null is one for all.
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
     "thinking": ({"type": "disabled"},),
     "output_config": ({},),
     "mcp_servers": ([],),
@@ -26,7 +33,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "inference_geo": (),
     "speed": ("standard",),
 }
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class CacheControl(RequestBody):
@@ -52,7 +59,88 @@ class TextBlockParam(RequestBody):
         return block
 
 
-Content = Words | Annotated[list[TextBlockParam], Field(fail_fast=True, max_length=MOST_PARTS)]
+TextContent = Words | Annotated[list[TextBlockParam], Field(fail_fast=True, max_length=MOST_PARTS)]
+
+
+class ThinkingBlockParam(RequestBody):
+    """The reasoning before an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: Words
+    signature: Annotated[str, Field(max_length=MOST_BODY_BYTES)] | None = Field(
+        None, description="Not checked."
+    )
+
+
+class ToolUseBlockParam(RequestBody):
+    """A call that an earlier answer made."""
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+    input: Annotated[JsonObject, MostBytes(MOST_BODY_BYTES)]
+    cache_control: CacheControl | None = None
+
+
+class ToolResultBlockParam(RequestBody):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: TextContent | None = None
+    is_error: bool | None = Field(None, description="Accepted: what went wrong is the content's to say.")
+    cache_control: CacheControl | None = None
+
+
+def _known_block(block: Any) -> Any:
+    if isinstance(block, dict) and isinstance(kind := block.get("type"), str) and kind not in _BLOCKS:
+        refuse_part(kind)
+    return block
+
+
+_BLOCKS: Final = frozenset({"text", "thinking", "tool_use", "tool_result"})
+Block = Annotated[
+    Annotated[
+        TextBlockParam | ThinkingBlockParam | ToolUseBlockParam | ToolResultBlockParam,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(_known_block),
+]
+Content = Words | Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS)]
+
+
+class ToolParam(RequestBody):
+    """A tool that the answer may call."""
+
+    name: ToolName
+    description: Words | None = None
+    input_schema: Schema
+    type: Literal["custom"] | None = None
+    strict: bool | None = Field(None, description="Refuses a schema with keywords that cannot be enforced.")
+    eager_input_streaming: bool | None = Field(None, description="Accepted: inputs are always streamed.")
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_own(cls, tool: Any) -> Any:
+        if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "custom":
+            refuse_tool(kind)
+        return tool
+
+
+class ToolChoiceParam(RequestBody):
+    """A choice between any answer (`auto`), one that calls a tool (`any`) or this one (`tool`), and one
+    that calls none."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = Field(None, description="Whether there is one call at most.")
+
+    @model_validator(mode="after")
+    def _a_tool_has_a_name(self) -> "ToolChoiceParam":
+        if (self.name is None) == (self.type == "tool"):
+            raise ValueError("name is needed for the type tool, and only allowed there")
+        return self
 
 
 class MessageParam(RequestBody):
@@ -71,13 +159,29 @@ class MessagePrompt(RequestBody):
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
     messages: Annotated[list[MessageParam], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
-    system: Content | None = Field(None, description="The first turn, of the role `system`.")
+    system: TextContent | None = Field(None, description="The first turn, of the role `system`.")
     cache_control: CacheControl | None = Field(None, description="Accepted: all prompts are cached.")
+    tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = Field(
+        None, description="Tools that the answer may call, where the model's chat template writes calls."
+    )
+    tool_choice: ToolChoiceParam | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, body: Any) -> Any:
         return without(body, _UNSUPPORTED)
+
+    @model_validator(mode="after")
+    def _choice_needs_its_tools(self) -> "MessagePrompt":
+        names = [tool.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools have a name twice")
+        if self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
+            if not names:
+                raise ValueError("tool_choice is only allowed with tools")
+            if self.tool_choice.name not in (None, *names):
+                raise ValueError(f"tool_choice names {self.tool_choice.name!r}, which is none of the tools")
+        return self
 
 
 class CountTokensRequest(MessagePrompt):
@@ -110,6 +214,23 @@ class TextBlock(BaseModel):
     text: str
 
 
+class ThinkingBlock(BaseModel):
+    """The reasoning before an answer."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(BaseModel):
+    """A call of a tool. The input of one that was cut off is empty."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: JsonObject
+
+
 class MessageUsage(BaseModel):
     """Tokens of a request: read anew, found in the cache, and written."""
 
@@ -126,7 +247,7 @@ class MessageReply(BaseModel):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     stop_reason: StopReason
     stop_sequence: str | None
     usage: MessageUsage

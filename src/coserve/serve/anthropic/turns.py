@@ -1,36 +1,121 @@
 """Bodies as chats and sampling parameters."""
 
 from collections.abc import Iterator
-from itertools import groupby
 from typing import Final
 
 from coserve.core.request import SamplingParams
-from coserve.serve.anthropic.schema import Content, MessagePrompt, MessagesRequest
+from coserve.errors import DataError
+from coserve.jobs.messages import Message, made_call
+from coserve.serve.answering.chat import Chat
+from coserve.serve.anthropic.schema import (
+    MessageParam,
+    MessagePrompt,
+    MessagesRequest,
+    TextBlockParam,
+    TextContent,
+    ThinkingBlockParam,
+    ToolParam,
+    ToolResultBlockParam,
+    ToolUseBlockParam,
+)
 from coserve.serve.errors import ApiError
+from coserve.serve.schema.common import JsonObject
+from coserve.text.chat import turn_of
+from coserve.text.tools.tool import Tool
 
 _BETWEEN: Final = "\n"  # blocks of a turn, and messages that are one turn
 
 
-def turns_of(body: MessagePrompt) -> list[dict[str, str]]:
-    """The turns of a chat. Raises ApiError 400 for one that ends with the assistant's."""
-    if body.messages[-1].role == "assistant":
-        message = "The last message is the assistant's: an answer that has begun cannot be continued here."
-        raise ApiError(400, message, param="messages", code="unsupported_parameter")
-    return [
-        {"role": role, "content": _BETWEEN.join(text for _, text in texts)}
-        for role, texts in groupby(_texts(body), key=lambda one: one[0])
-    ]
+def chat_of(body: MessagePrompt) -> Chat:
+    """The chat of a body. One that ends with the assistant's turn is continued. Raises ApiError 400."""
+    choice = body.tool_choice
+    kind, name = ("auto", None) if choice is None else (choice.type, choice.name)
+    tools = [] if kind == "none" else body.tools or []
+    turns = _turns(body)
+    return Chat(
+        turns=[turn_of(turn) for turn in turns],
+        tools=[_shown(tool) for tool in tools],
+        callable=[
+            Tool(tool.name, tool.input_schema, bool(tool.strict))
+            for tool in tools
+            if name in (None, tool.name)
+        ],
+        forced=kind in ("any", "tool"),
+        parallel=choice is None or not choice.disable_parallel_tool_use,
+        is_continued=turns[-1].role == "assistant",
+    )
 
 
-def _texts(body: MessagePrompt) -> Iterator[tuple[str, str]]:
-    """(role, text) of each message."""
+def _shown(tool: ToolParam) -> JsonObject:
+    """A tool as templates show it."""
+    described = {} if tool.description is None else {"description": tool.description}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+
+
+def _turns(body: MessagePrompt) -> list[Message]:
+    """The turns of a chat: neighbours of one role are one, but for results of calls."""
+    found = list[Message]()
+    for turn in _messages(body):
+        if found and found[-1].role == turn.role != "tool":
+            found[-1] = _joined(found[-1], turn)
+        else:
+            found.append(turn)
+    if found[-1].role == "assistant" and found[-1].tool_calls:
+        message = "The last message calls tools: their results have to follow."
+        raise ApiError(400, message, param="messages", code="invalid_value")
+    return found
+
+
+def _messages(body: MessagePrompt) -> Iterator[Message]:
     if body.system is not None:
-        yield "system", _text(body.system)
-    for message in body.messages:
-        yield message.role, _text(message.content)
+        yield Message("system", _text(body.system))
+    for index, message in enumerate(body.messages):
+        if isinstance(message.content, str):
+            yield Message(message.role, message.content)
+        else:
+            yield from _parts(index, message)
 
 
-def _text(content: Content) -> str:
+def _parts(index: int, message: MessageParam) -> Iterator[Message]:
+    """The turns of a message with blocks."""
+    texts, thoughts, calls = list[str](), list[str](), list[ToolUseBlockParam]()
+    for block in message.content:
+        match block:
+            case TextBlockParam():
+                texts.append(block.text)
+            case ThinkingBlockParam() if message.role == "assistant":
+                thoughts.append(block.thinking)
+            case ToolUseBlockParam() if message.role == "assistant":
+                calls.append(block)
+            case ToolResultBlockParam() if message.role == "user":
+                yield Message("tool", _text(block.content or ""), tool_call_id=block.tool_use_id)
+            case _:
+                told = f"A block of type '{block.type}' is not allowed at the role '{message.role}'."  # type: ignore[union-attr]
+                raise ApiError(400, told, param=f"messages.{index}.content", code="invalid_value")
+    if not (texts or thoughts or calls) and message.content:
+        return  # results alone
+    try:
+        made = tuple(
+            made_call({"name": call.name, "arguments": call.input}, f"messages.{index}.content", call.id)
+            for call in calls
+        )
+    except DataError as error:
+        raise ApiError(400, str(error), param=f"messages.{index}.content", code="invalid_value") from error
+    thought = _BETWEEN.join(thoughts) if thoughts else None
+    yield Message(message.role, _BETWEEN.join(texts), tool_calls=made, reasoning=thought)
+
+
+def _joined(first: Message, second: Message) -> Message:
+    thoughts = [thought for thought in (first.reasoning, second.reasoning) if thought is not None]
+    return Message(
+        first.role,
+        _BETWEEN.join([first.content, second.content]),
+        tool_calls=first.tool_calls + second.tool_calls,
+        reasoning=_BETWEEN.join(thoughts) if thoughts else None,
+    )
+
+
+def _text(content: TextContent) -> str:
     return content if isinstance(content, str) else _BETWEEN.join(block.text for block in content)
 
 

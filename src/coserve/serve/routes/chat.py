@@ -1,10 +1,11 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from coserve.core.request import FinishReason
 from coserve.serve.answering.answers import AnswerPiece
 from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.answering.cost import RequestSize
@@ -14,10 +15,12 @@ from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson
+from coserve.serve.routes.chat_bodies import chat_of
 from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of, usage_of
-from coserve.serve.schema.chat import ChatCompletion, ChatRequest, JsonObjectFormat, JsonSchemaFormat
+from coserve.serve.schema.chat import ChatCompletion, ChatRequest
 from coserve.serve.schema.common import JsonObject
 from coserve.serve.state import Shared
+from coserve.text.deltas import ArgumentsDelta, CallBegun, Delta, ReasoningDelta, TextDelta, joined
 from coserve.wire.messages import Hello
 
 router = APIRouter(route_class=JsonRoute, tags=["Answers"])
@@ -39,33 +42,18 @@ async def create_chat_completion(
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ.", param="max_tokens")
     builder = await builder_for(state, caller, body, "chatcmpl-")
+    # Calls' arguments are JSON within JSON, and tools may hold thousands of values.
+    chat = await state.bodies.run(caller.id, chat_of, body, state.text.markups)
     call = await builder.chat(
-        [{"role": message.role, "content": message.text} for message in body.messages],
+        chat,
         sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None),
         RequestSize(
             choices=body.n or 1,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             max_tokens_name="max_completion_tokens" if body.max_tokens is None else "max_tokens",
         ),
-        _schema(body),
     )
     return await reply(request, state, call, _ChatFormat(body, call, builder.hello, state.logprobs))
-
-
-def _schema(body: ChatRequest) -> JsonObject | None:
-    """The JSON schema that answers must match."""
-    match body.response_format:
-        case JsonObjectFormat():
-            schema: JsonObject = {"type": "object"}
-        case JsonSchemaFormat(json_schema=asked):
-            schema = {} if asked.schema_ is None else asked.schema_
-        case _:
-            return None
-    for param in ("min_tokens", "ignore_eos"):
-        if getattr(body, param):
-            message = f"'{param}' is not allowed with response_format, which says where an answer ends."
-            raise ApiError(400, message, param=param, code="invalid_value")
-    return schema
 
 
 class _ChatFormat(ChoicesFormat):
@@ -73,6 +61,7 @@ class _ChatFormat(ChoicesFormat):
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(body, call, hello, kind)
         self._writer, self._has_begun = writer, False
+        self._readers = [call.markup.reader() for _ in range(len(call))]
 
     def size(self, piece: AnswerPiece) -> int:
         return len(piece.tokens) * (1 + piece.scores.width)
@@ -81,19 +70,49 @@ class _ChatFormat(ChoicesFormat):
         if not self._has_begun:  # clients expect first chunks in the order of the answers
             self._has_begun = True
             yield from map(self._first_chunk, range(len(self.call)))
-        delta = {"content": piece.text} if piece.text else {}
-        yield {"choices": [{"delta": delta, "logprobs": self._logprobs(piece), **self.choice(piece)}]}
+        delta = delta_of(self._deltas(piece))
+        yield {"choices": [{"delta": delta, "logprobs": self._logprobs(piece), **self._choice(piece)}]}
 
     def whole(self, answers: list[AnswerPiece], usage: CallUsage) -> JsonObject:
         choices = [
             {
-                "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                "message": self._message(piece),
                 "logprobs": self._logprobs(piece),
-                **self.choice(piece),
+                **self._choice(piece),
             }
             for piece in answers
         ]
         return {**self.common, "choices": choices, "usage": usage_of(usage), **self._prompt_ids()}
+
+    def _deltas(self, piece: AnswerPiece) -> list[Delta]:
+        return self._readers[piece.index].push(piece.text, piece.finish is not None)
+
+    def _message(self, piece: AnswerPiece) -> JsonObject:
+        said, thought, calls = joined(self._deltas(piece))
+        message: JsonObject = {
+            "role": "assistant",
+            "content": said if said or not calls else None,
+            "refusal": None,
+        }
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        return message
+
+    def _choice(self, piece: AnswerPiece) -> JsonObject:
+        """As `choice`, once the piece has been read."""
+        fields = self.choice(piece)
+        if piece.finish is FinishReason.STOP and self._readers[piece.index].calls:
+            fields["finish_reason"] = "tool_calls"
+        return fields
 
     def _first_chunk(self, index: int) -> JsonObject:
         delta = {"role": "assistant", "content": ""}
@@ -108,3 +127,22 @@ class _ChatFormat(ChoicesFormat):
             return None
         count = len(piece.starts)  # those of the text: the token that ends an answer is not told
         return self._writer.chat(piece.tokens[:count], piece.scores.rows(0, count))
+
+
+def delta_of(deltas: Sequence[Delta]) -> JsonObject:
+    """One chunk's delta of a message: each call has one entry, whose first one has its id and name."""
+    found: JsonObject = {}
+    calls = dict[int, JsonObject]()
+    for delta in deltas:
+        match delta:
+            case ReasoningDelta(text):
+                found["reasoning_content"] = found.get("reasoning_content", "") + text
+            case TextDelta(text):
+                found["content"] = found.get("content", "") + text
+            case CallBegun(index, id, name):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": id, "type": "function", "function": function}
+            case ArgumentsDelta(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    return {**found, "tool_calls": list(calls.values())} if calls else found

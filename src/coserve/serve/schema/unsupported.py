@@ -7,22 +7,17 @@ from coserve.serve.errors import ApiError
 
 # The values that ask for nothing, and may therefore stand there; null is one for all.
 _CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
 }
 _COMPLETIONS: Final[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
 _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
-    "tool_calls": ([],),
     "function_call": (),
-    "tool_call_id": (),
     "audio": (),
     "refusal": (),
     "annotations": ([],),
@@ -43,16 +38,24 @@ def without_unsupported_completion(body: Any) -> Any:
 
 def without_unsupported_message(message: Any) -> Any:
     """As `without_unsupported_chat`, for one message."""
-    if isinstance(message, dict) and message.get("role") in ("tool", "function"):
-        raise _refusal("tools", "messages")
+    if isinstance(message, dict) and message.get("role") == "function":
+        raise _refusal("function", "messages")
     return without(message, _MESSAGE, "messages")
 
 
 def refuse_part(kind: str) -> None:
-    """Raises for content that is not text."""
+    """Raises for content that is neither text nor a call."""
     raise ApiError(
-        400, f"Content of type '{kind}' is not supported by this server; only text is.",
+        400, f"Content of type '{kind}' is not supported by this server.",
         param="messages", code="unsupported_parameter",
+    )  # fmt: skip
+
+
+def refuse_tool(kind: str) -> None:
+    """Raises for a tool that a server would run itself."""
+    raise ApiError(
+        400, f"Tools of type '{kind}' are not supported by this server; only the caller's own are.",
+        param="tools", code="unsupported_parameter",
     )  # fmt: skip
 
 

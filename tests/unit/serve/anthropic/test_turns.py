@@ -4,12 +4,9 @@ import random
 import secrets
 from typing import Any
 
-import pytest
-
 from coserve.core.request import SamplingParams
 from coserve.serve.anthropic.schema import CountTokensRequest, MessagesRequest
-from coserve.serve.anthropic.turns import sampling_of, turns_of
-from coserve.serve.errors import ApiError
+from coserve.serve.anthropic.turns import chat_of, sampling_of
 
 
 def test_turns_are_the_texts_of_neighbours_of_one_role() -> None:
@@ -40,15 +37,15 @@ def test_turns_are_the_texts_of_neighbours_of_one_role() -> None:
                 wanted[-1]["content"] += "\n" + "\n".join(texts)
             else:
                 wanted.append({"role": role, "content": "\n".join(texts)})
-        assert turns_of(CountTokensRequest(model="m", **body)) == wanted
+        assert chat_of(CountTokensRequest(model="m", **body)).turns == wanted
         lengths.add(len(wanted))
     assert {1, 2, 3} < lengths
 
 
-def test_an_answer_that_has_begun_is_refused() -> None:
+def test_an_answer_that_has_begun_is_continued() -> None:
     chat: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    with pytest.raises(ApiError, match="cannot be continued"):
-        turns_of(CountTokensRequest(model="m", messages=chat))
+    assert chat_of(CountTokensRequest(model="m", messages=chat)).is_continued
+    assert not chat_of(CountTokensRequest(model="m", messages=chat[:1])).is_continued
 
 
 def test_sampling_parameters_are_those_of_the_body() -> None:

@@ -1,0 +1,88 @@
+"""The grammar of answers that may, or must, call tools."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coserve.errors import DataError
+from coserve.text.reasoning import CLOSING, OPENING
+from coserve.text.tools.format import ToolFormat
+from coserve.text.tools.lark import Lark
+from coserve.text.tools.syntax import NAME, pattern_of
+from coserve.text.tools.tool import Tool
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParts:
+    """The parts of an answer: calls of `tools` in a `format`, several only where they are `parallel`; or,
+    where calls are not `forced`, text, or else JSON of a `schema`. It `has_reasoning` before it, of which
+    the prompt has the opening mark where that is open (`is_thinking`)."""
+
+    format: ToolFormat | None = None
+    tools: Sequence[Tool] = ()
+    forced: bool = False
+    parallel: bool = True
+    schema: Mapping[str, Any] | None = None
+    has_reasoning: bool = False
+    is_thinking: bool = False
+
+
+def answer_grammar(wanted: AnswerParts, lark: Lark) -> str:
+    """The grammar of an answer. Raises DataError, naming the tool, for a schema that its format cannot
+    hold."""
+    body = _body(wanted, lark)
+    if not wanted.has_reasoning:
+        return lark.written(body)
+    after = lark.until("reasoning", CLOSING)
+    line = '"\\n"*'
+    if wanted.is_thinking:
+        # An answer that ends within its reasoning is one where nothing else is asked for.
+        unfinished = "" if _is_held(wanted) else f" | {lark.free('unfinished', CLOSING)}"
+        return lark.written(f"{after} {line} ({body}){unfinished}")
+    if wanted.forced:
+        return lark.written(body)
+    return lark.written(f"({lark.literal(OPENING)} {after} {line})? ({body})")
+
+
+def _is_held(wanted: AnswerParts) -> bool:
+    return wanted.forced or wanted.schema is not None
+
+
+def _body(wanted: AnswerParts, lark: Lark) -> str:
+    format, schema = wanted.format, wanted.schema
+    answer = None if schema is None else lark.rule("answer", lark.json_compact(schema))
+    if format is None:
+        return answer or lark.free("text")
+    calls = _calls(wanted, format, lark)
+    syntax = format.syntax
+    begun = f"{lark.literal(syntax.marker)} {calls}"
+    if wanted.forced:
+        return begun
+    if answer is not None:
+        return f"{answer} | {begun}"
+    if syntax.anywhere:
+        return f"{lark.free('text', syntax.marker)} | {lark.until('before', syntax.marker)} {calls}"
+    not_first = pattern_of((syntax.opening + syntax.before).partition(NAME)[0])
+    return f"{lark.free('text', not_first=not_first)} | {begun}"
+
+
+def _calls(wanted: AnswerParts, format: ToolFormat, lark: Lark) -> str:
+    """A rule for all calls, without the marker that the first one begins with."""
+    syntax = format.syntax
+    firsts, nexts = list[str](), list[str]()
+    for index, tool in enumerate(wanted.tools):
+        try:
+            arguments = format.grammar(lark, tool)
+        except DataError as error:
+            raise DataError(f"tools[{index}], {tool.name!r}: {error}") from error
+        rest = lark.rule(f"call_{index}", f"{arguments} {lark.literal(syntax.after)}".rstrip())
+        first = (syntax.opening + syntax.before).removeprefix(syntax.marker).replace(NAME, tool.name)
+        # A line break or a space after the marker is often one token with it, or none is there.
+        space = first[: len(first) - len(first.lstrip())]
+        begin = f"{lark.literal(space)}? {lark.literal(first.lstrip())}" if space else lark.literal(first)
+        firsts.append(f"{begin} {rest}")
+        nexts.append(f"{lark.literal(syntax.between + syntax.before.replace(NAME, tool.name))} {rest}")
+    body = lark.rule("first_call", " | ".join(firsts))
+    if wanted.parallel:
+        body += f" ({lark.rule('next_call', ' | '.join(nexts))})*"
+    return lark.rule("calls", f"{body} {lark.literal(syntax.closing)}".rstrip())
