@@ -139,9 +139,9 @@ def counted() -> list[Count]:
     in_parts = sum(len(unrelated(made)) > 1 for made in classes())
     present = {made.name for made in classes()}
     return [
-        # 900 of both are recurrent layers: their states on the device and in training, and who finds them.
-        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 34_440, 28_000),
-        Count("lines of the package", lines(), 95_990, 82_000),
+        # 935 of both are recurrent layers: their states on the device and in training, and who finds them.
+        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 34_480, 28_000),
+        Count("lines of the package", lines(), 96_050, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),
