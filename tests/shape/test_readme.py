@@ -47,7 +47,7 @@ def test_models_are_those_that_equivalence_tests_compare() -> None:
 
 
 def test_recurrent_models_are_those_that_equivalence_tests_compare() -> None:
-    named = section("With recurrent layers: ", "([docs/recurrent.md").split(", ")
+    named = section("With recurrent layers:", "([docs/recurrent.md").split(", ")
     called = {
         "Qwen 3.5 (text)": ("qwen3_5_text", "qwen3_5_moe_text"), "Qwen3-Next": ("qwen3_next",),
         "Granite 4": ("granitemoehybrid",), "Falcon H1": ("falcon_h1",), "Nemotron H": ("nemotron_h",),

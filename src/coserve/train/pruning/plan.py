@@ -130,8 +130,8 @@ def explain_model(
     choice."""
     if has_states(config):
         raise UnsupportedModel(
-            f"{config.model_type} has recurrent layers: all of it is recomputed from inputs and states, and no "
-            "policy chooses what is kept"
+            f"{config.model_type} has recurrent layers: all of it is recomputed from inputs and states, and "
+            "no policy chooses what is kept"
         )
     model = Modelled.of(None, config)
     try:
