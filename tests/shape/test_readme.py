@@ -14,6 +14,7 @@ from coserve.adapters import methods
 from coserve.cli.app import app
 from coserve.serve import routes
 from models import ARCHITECTURES
+from recurrent import SHAPES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -43,6 +44,16 @@ def test_models_are_those_that_equivalence_tests_compare() -> None:
     assert {one for types in (*plain, *(CALLED[n] for n in named if n in CALLED)) for one in types} == set(
         ARCHITECTURES
     )
+
+
+def test_recurrent_models_are_those_that_equivalence_tests_compare() -> None:
+    named = section("With recurrent layers:", "([docs/recurrent.md").split(", ")
+    called = {
+        "Qwen 3.5 (text)": ("qwen3_5_text", "qwen3_5_moe_text"), "Qwen3-Next": ("qwen3_next",),
+        "Granite 4": ("granitemoehybrid",), "Falcon H1": ("falcon_h1",), "Nemotron H": ("nemotron_h",),
+        "Mamba 2": ("mamba2",),
+    }  # fmt: skip
+    assert {one for name in named for one in called.get(name, (name.lower(),))} == set(SHAPES)
 
 
 def test_adapter_methods_are_those_that_have_a_file() -> None:

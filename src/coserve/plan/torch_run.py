@@ -80,7 +80,7 @@ class TorchRun:
             plain.logits(ids)
             return
         out = plain.logits(ids, cached=True)
-        past = out.get("cache_params") or out.past_key_values
+        past = getattr(out, "cache_params", None) or out.past_key_values
         self.cache = sum(tensor.nbytes for layer in past.layers for tensor in _held(layer))
 
     def _ids(self, load: ProgramSize) -> Tensor:
