@@ -27,7 +27,7 @@ NAMES: Final = (
     *shrunk.WITHOUT_RECURRENCE,
     *(n for n in shrunk.MULTIMODAL if n not in shrunk.NAMES),
 )
-_HEADER: Final = ("command", "code", "date", "ended", "versions", "tolerances")
+_HEADER: Final = ("code", "date", "ended", "versions", "tolerances")
 # Of all types that transformers builds small, the share that answers and trains exactly; and the number of
 # those that are neither exact nor refused.
 BARS: Final[Mapping[str, Bar | None]] = {"exact_share": None, "faults": Bar(0, at_most=True)}
@@ -62,7 +62,11 @@ def join_runs(files: Sequence[Path], json_path: str | Path | None = None) -> dic
     ConfigError for other files."""
     runs = [_read(file) for file in files]
     first = {key: runs[0].get(key) for key in _HEADER}
-    header = {**first, "earlier": [{key: run.get(key) for key in _HEADER} for run in runs[1:]]}
+    header = {
+        "command": "coserve bench models",
+        **first,
+        "earlier": [{key: run.get(key) for key in _HEADER} for run in runs[1:]],
+    }
     results = Results(header, json_path, BARS)
     _count(results, {name: one for run in runs for name, one in run["types"].items()})
     return results.as_dict()

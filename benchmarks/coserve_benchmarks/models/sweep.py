@@ -111,8 +111,8 @@ def _try(outcome: Outcome) -> None:
             outcome.words[method] = str(error)
     with _refusals(outcome, "training"):
         outcome.training = gradient_error(engine, oracle, texts)
-    with _refusals(outcome, "streamed"):
-        outcome.streamed = _streamed(name, texts)
+    with tempfile.TemporaryDirectory() as scratch, _refusals(outcome, "streamed", scratch):
+        outcome.streamed = _streamed(name, texts, Path(scratch) / "model")
     _expect(outcome)
 
 
@@ -128,11 +128,12 @@ def _expect(outcome: Outcome) -> None:
 
 
 @contextmanager
-def _refusals(outcome: Outcome, what: str) -> Iterator[None]:
+def _refusals(outcome: Outcome, what: str, scratch: str = "") -> Iterator[None]:
+    """Context whose refusal becomes the outcome's words, without the name of a `scratch` folder."""
     try:
         yield
     except CoserveError as error:
-        outcome.words[what] = str(error)
+        outcome.words[what] = str(error).replace(f"{scratch}/", "") if scratch else str(error)
 
 
 def answer_error(engine: Engine, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
@@ -231,19 +232,17 @@ def _beside(a: Tensor, b: Tensor) -> Callable[..., Tensor]:
     return beside
 
 
-def _streamed(name: str, texts: list[Tokens]) -> float:
+def _streamed(name: str, texts: list[Tokens], folder: Path) -> float:
     """As `answer_error`, of a base that is read from its folder for each pass, but for what must stay; the
     oracle is what transformers reads from there."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "model"
-        shrunk.build(name).save_pretrained(folder)
-        oracle = shrunk.auto_class(shrunk.kind_of(name)).from_pretrained(folder).eval()
-        with fake_tensors():
-            shapes = load_base(model_of_shapes(folder, read_config(folder), torch.float32))
-        stored = stored_bytes(folder, [block.path for block in shapes.chain])
-        budget = enough_to_stream(shapes, stored) + _ROUNDED
-        config = EngineConfig(**CONFIG, base_memory=budget)
-        return answer_error(Engine(folder, config, word_tokenizer(shrunk.VOCABULARY)), oracle, texts)
+    shrunk.build(name).save_pretrained(folder)
+    oracle = shrunk.auto_class(shrunk.kind_of(name)).from_pretrained(folder).eval()
+    with fake_tensors():
+        shapes = load_base(model_of_shapes(folder, read_config(folder), torch.float32))
+    stored = stored_bytes(folder, [block.path for block in shapes.chain])
+    budget = enough_to_stream(shapes, stored) + _ROUNDED
+    config = EngineConfig(**CONFIG, base_memory=budget)
+    return answer_error(Engine(folder, config, word_tokenizer(shrunk.VOCABULARY)), oracle, texts)
 
 
 def _words(error: Exception) -> str:
