@@ -16,9 +16,7 @@ def read(pieces: Sequence[str], is_open: bool) -> tuple[str, str, int]:
     """(reasoning, text, number of calls) of an answer in pieces."""
     reader = AnswerReader(Markup(True, is_open, HERMES, {"f": Tool("f")}))
     deltas = [
-        delta
-        for number, piece in enumerate(pieces, 1)
-        for delta in reader.push(piece, number == len(pieces))
+        delta for number, piece in enumerate(pieces, 1) for delta in reader.push(piece, number == len(pieces))
     ]
     said, thought, calls = joined(deltas)
     return thought, said, len(calls)
