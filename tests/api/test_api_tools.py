@@ -13,6 +13,8 @@ from test_api_messages import events_of
 
 from called import CLOCK, PARAMETERS, TOOLS, WEATHER, Untrained, template_of, tokenizer_for
 from coserve.core.request import Request
+from coserve.serve.routes.chat import delta_of
+from coserve.text.deltas import ArgumentsDelta, CallBegun, ReasoningDelta, TextDelta
 from serving import Play, World
 
 ASK: Any = [{"role": "user", "content": "Ulm?"}]
@@ -306,6 +308,25 @@ def test_tools_that_are_not_to_be_called_are_not_shown(play: Play, folders: Any)
             assert sent.prompt == world.state.text.chat(ASK) and sent.sampling.grammar is None
 
     play(story, engine=engine_of(folder), model=folder)
+
+
+def test_a_chunk_has_one_entry_for_each_call() -> None:
+    """Clients join entries of one index in different chunks, not in one."""
+    deltas = [
+        ArgumentsDelta(0, "1}"), CallBegun(1, "b", "g"), ArgumentsDelta(1, "{"), ArgumentsDelta(1, "}"),
+    ]  # fmt: skip
+    assert delta_of([ReasoningDelta("r"), TextDelta("t"), *deltas]) == {
+        "reasoning_content": "r",
+        "content": "t",
+        "tool_calls": [
+            {"index": 0, "function": {"arguments": "1}"}},
+            {"index": 1, "id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+        ],
+    }
+    assert delta_of([ArgumentsDelta(0, "a"), ArgumentsDelta(1, "b")])["tool_calls"] == [
+        {"index": 0, "function": {"arguments": "a"}},
+        {"index": 1, "function": {"arguments": "b"}},
+    ]
 
 
 def changed(**fields: Any) -> dict[str, Any]:

@@ -34,7 +34,20 @@ NUMBERS: Final = (
     float("nan"),
     10**400,
 )
-LETTERS: Final = ("a", "0", '"', "\\", "\n", "\x00", "é", "\U0001f600", "\ud800", " ", "<|im_start|>")
+LETTERS: Final = (
+    "a",
+    "0",
+    '"',
+    "\\",
+    "\n",
+    "\x00",
+    "é",
+    "\U0001f600",
+    "\ud800",
+    " ",
+    "<|im_start|>",
+    "<tool_call>",
+)
 Schema = Mapping[str, Any]
 
 

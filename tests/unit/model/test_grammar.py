@@ -1,20 +1,27 @@
 """Answers that must match a grammar: with random weights, at any temperature, cut and continued."""
 
+import json
 import random
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jsonschema_rs
 import msgspec
 import pytest
 from llguidance import LLMatcher
 from transformers import AutoTokenizer
 
 import coserve
+from called import PARAMETERS, template_of, tokenizer_for
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.core.request import FinishReason
 from coserve.errors import ConfigError, RequestError
 from coserve.model import grammar as grammar_module
 from coserve.model.grammar import Grammars
+from coserve.text import Text
+from coserve.text.deltas import joined
+from coserve.text.tools.grammar import AnswerParts, answer_grammar
+from coserve.text.tools.tool import Tool
 from models import letter_tokenizer, tiny
 
 SCHEMA: dict[str, Any] = {
@@ -170,3 +177,25 @@ def test_what_is_kept_is_bounded_by_number_and_size_and_what_somebody_holds_is_n
     for number in range(65):
         grammars.compile(LLMatcher.grammar_from_json_schema({"enum": [number]}))
     assert grammars.find(GRAMMAR) is None
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_random_weights_call_a_tool_whose_marks_are_tokens(name: str) -> None:
+    tokenizer = tokenizer_for(template_of(name))
+    text = Text(tokenizer)
+    tools = [Tool("get_weather", PARAMETERS)]
+    parts = AnswerParts(text.markups.format(), tools, forced=True, parallel=False)
+    grammar = answer_grammar(parts, text.markups.lark())
+    model = tiny("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    config = EngineConfig(calibrate=False, cache_tokens=1024, page_size=4)
+    engine = Engine(model, config, tokenizer=tokenizer)
+    prompt = text.chat([{"role": "user", "content": "Ulm?"}])
+    sampling = SamplingParams(max_tokens=200, temperature=1.5, seed=3, grammar=grammar)
+    answer = engine.generate(prompt, sampling=sampling)
+    engine.run()
+    markup = text.markups.of(prompt, tools)
+    stream, reader = text.stream(kept=markup.kept), markup.reader()
+    deltas = [delta for token in answer.tokens for delta in reader.push(stream.push(token))]
+    _, _, (call,) = joined([*deltas, *reader.push(stream.finish(), is_last=True)])
+    assert call.name == "get_weather" and answer.finish_reason is FinishReason.STOP
+    jsonschema_rs.validate(PARAMETERS, json.loads(call.arguments))
