@@ -29,6 +29,7 @@ from coserve.train.save_policy import SavePolicy
 from coserve.wire.plans import encode_result
 from forked_executors import fork_executors, short_memory
 from models import tiny
+from recurrent import SHAPES
 
 pytestmark = pytest.mark.local
 RANKS = 2
@@ -148,6 +149,12 @@ def test_ranks_of_which_one_fails_at_a_command_are_lost() -> None:
     ("name", "changes", "count", "words"),
     [
         ("gpt2", {}, 2, "gpt2 is not supported: transformers has no tensor-parallel plan for it"),
+        (
+            "qwen3_5_text",
+            SHAPES["qwen3_5_text"],
+            2,
+            "the states of its recurrent layers are not cut over ranks",
+        ),
         ("llama", {}, 4, "its 2 key and value heads cannot be divided over 4 ranks"),
         ("llama", {"intermediate_size": 97}, 2, "rows or columns of model.layers.0.mlp.gate_proj.weight"),
     ],

@@ -92,14 +92,14 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
     if model is not None and text.model_type.startswith("gemma3n"):
         raise unsupported(name, "it carries several hidden states from layer to layer")
     # Where all layers are recurrent there may be no positions; the proof sees one that counts its own.
-    is_told = model is None or takes_positions(model) or counts_no_positions(model)
+    is_told = model is None or takes_positions(model)
     if not (is_told or getattr(model, "_is_stateful", False)):
         raise unsupported(name, "it counts positions itself, where rows of several texts have their own")
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Tells whether a model is told the positions of its rows."""
-    return "position_ids" in signature(decoder_of(model).forward).parameters
+    """Tells whether a model is told the positions of its rows, or its biases are (`legacy_attention.py`)."""
+    return "position_ids" in signature(decoder_of(model).forward).parameters or counts_no_positions(model)
 
 
 def refuse_quantized(fields: Mapping[str, Any], made_of: str = "") -> None:

@@ -198,7 +198,8 @@ def main(descriptors: Sequence[int]) -> None:
         )
     except CoserveError as error:
         fault = ExecutorOpened(fault=(type(error).__name__, str(error)))
-        send_frame(steps, msgspec.msgpack.encode(fault))
+        with suppress(OSError):  # another rank's fault came first, and the host has ended
+            send_frame(steps, msgspec.msgpack.encode(fault))
         return
     send_frame(steps, msgspec.msgpack.encode(ExecutorOpened(opened.executor.spec)))
     assert isinstance(opened.executor, LocalExecutor), "it was opened in this process"

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from coserve.errors import UnsupportedModel
 from coserve.model.origin import linear_paths
+from coserve.model.probe import has_states
 from coserve.model.refusal import unsupported
 from coserve.parallel.search import Cut
 
@@ -41,6 +42,8 @@ class ShardPlan:
         rules, name = dict(model.tp_plan or {}), model.config.model_type
         if not any(style in ("colwise", "packed_colwise") for style in rules.values()):
             raise unsupported(name, "transformers has no tensor-parallel plan for it", _INSTEAD)
+        if has_states(model.config):
+            raise unsupported(name, "the states of its recurrent layers are not cut over ranks", _INSTEAD)
         _check_heads(model, ranks)
         linears: dict[str, Cut] = {}
         gathered, experts, tensors = set[str](), set[str](), dict[str, Placement]()
