@@ -117,7 +117,7 @@ def test_chains_with_surrogates_beside_other_applications(zoo: Zoo, served: Serv
         for one, two in answers.values():
             assert one.result().tokens == two.result().tokens
         for name in names:
-            with model_of(served, zoo, name, getattr(torch, dtype)) as model:
+            with model_of(served, zoo, name, torch.float64) as model:  # where both round, 3.4e-5 was seen
                 check(answers[name][0], model, EXACT[dtype])
 
 
