@@ -124,7 +124,8 @@ def test_answers_beside_those_and_the_training_of_both_bases(
     """The oracle's logits come in float32, so float64 is bounded by their rounding."""
     draws = random.Random(f"stitched/{pair}")
     with Exact() if dtype == torch.float64 else nullcontext():
-        folder, logits = stitched(pair, tmp_path, dtype)
+        folder, _ = stitched(pair, tmp_path, dtype)
+        _, logits = stitched(pair, tmp_path / "exact", torch.float64)
         engines = three(pair, folder, dtype)
         training = TrainingConfig(batch_size=2, epochs=9, max_steps=2, rows=64)
         jobs = [

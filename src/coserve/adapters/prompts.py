@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame
-from coserve.adapters.virtual import Prompt, embedding_of
+from coserve.adapters.virtual import Prompt, prompt_site
 from coserve.errors import AdapterError, AdapterMismatch
 
 EMBEDDINGS: Final = "prompt_embeddings"  # the only tensor that PEFT saves of these methods
@@ -44,7 +44,7 @@ class PlainPrompt(Prompt):
 
 def read_prompt(saved: Saved, frame: Frame) -> PlainPrompt:
     """Reads embeddings as PEFT saves them, without any encoder."""
-    width = embedding_of(frame).outputs
+    width = prompt_site(frame).outputs
     count = take_count(saved, frame, width)
     return PlainPrompt(take_rows(saved, count, width))
 

@@ -124,12 +124,17 @@ class Virtual:
         return replace(bypasses, outputs={**bypasses.outputs, self.path: SequentialBypass((*links, rows))})
 
 
-def embedding_of(frame: Frame) -> Site:
-    """The base's input embedding. Raises AdapterMismatch, also for a base that has more than keys and values
-    of what comes before."""
+def prompt_site(frame: Frame) -> Site:
+    """The base's input embedding, before whose rows virtual tokens stand. Raises AdapterMismatch, also for a
+    base that has more than keys and values of what comes before."""
     if frame.mixers:
         raise AdapterMismatch("virtual tokens do not go with recurrent layers, whose states no page holds")
+    return embedding_of(frame)
+
+
+def embedding_of(frame: Frame) -> Site:
+    """The base's input embedding. Raises AdapterMismatch where it has none."""
     for site in frame.sites.values():
         if site.kind is Kind.EMBEDDING:
             return site
-    raise AdapterMismatch("virtual tokens need an input embedding, and this model's gives something else")
+    raise AdapterMismatch("the adapter needs an input embedding, and this model's gives something else")

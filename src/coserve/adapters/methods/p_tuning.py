@@ -27,7 +27,7 @@ from coserve.adapters.prompts import (
 )
 from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame
-from coserve.adapters.virtual import Prompt, embedding_of
+from coserve.adapters.virtual import Prompt, prompt_site
 from coserve.errors import AdapterError, AdapterMismatch
 
 Encoder = Literal["MLP", "LSTM"]
@@ -121,7 +121,7 @@ class PTuning:
 
     def fresh(self, config: PTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
         """Draws the encoder as PEFT does: torch's defaults for an embedding, an LSTM and linears."""
-        width = embedding_of(frame).outputs
+        width = prompt_site(frame).outputs
         weights = draw_encoder(config.tokens, width, _shapes(config, width), generator)
         return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)
 
@@ -134,7 +134,7 @@ class PTuning:
             return self._part(PTuningConfig(prompt.count), replace(prompt, note=LOST), frame)
         if layers > len(saved.tensors):
             raise AdapterMismatch(f"{saved.folder}: encoder_num_layers={layers}, and it has fewer tensors")
-        config, width = PTuningConfig(prompt.count, kind, hidden, layers), embedding_of(frame).outputs
+        config, width = PTuningConfig(prompt.count, kind, hidden, layers), prompt_site(frame).outputs
         weights = read_encoder(saved, prompt.count, width, _shapes(config, width))
         return self._part(config, EncodedPrompt(weights, config.layers_of_lstm), frame)
 
@@ -152,7 +152,7 @@ class PTuning:
         return Written(fields, tensors, own)
 
     def _part(self, config: PTuningConfig, prompt: Prompt, frame: Frame) -> Part:
-        return Part(self.name, config, {Place(embedding_of(frame).path, Side.PROMPT): prompt})
+        return Part(self.name, config, {Place(prompt_site(frame).path, Side.PROMPT): prompt})
 
 
 def _shapes(config: PTuningConfig, width: int) -> Shapes:

@@ -27,7 +27,7 @@ from coserve.adapters.prompts import (
 )
 from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame
-from coserve.adapters.virtual import Given, Pair, embedding_of
+from coserve.adapters.virtual import Given, Pair, prompt_site
 from coserve.errors import AdapterError, AdapterMismatch
 
 
@@ -186,7 +186,7 @@ class PrefixTuning:
         return Written(fields, tensors, own)
 
     def _part(self, config: PrefixTuningConfig, prefix: Given, frame: Frame) -> Part:
-        return Part(self.name, config, {Place(embedding_of(frame).path, Side.PAST): prefix})
+        return Part(self.name, config, {Place(prompt_site(frame).path, Side.PAST): prefix})
 
 
 def _shapes(config: PrefixTuningConfig, layout: PrefixLayout) -> Shapes:

@@ -10,7 +10,7 @@ from coserve.adapters.method import Written
 from coserve.adapters.prompts import EMBEDDINGS, PlainPrompt, expect_count, prompt_fields, read_prompt
 from coserve.adapters.saved import Saved, shown
 from coserve.adapters.sites import Frame
-from coserve.adapters.virtual import embedding_of
+from coserve.adapters.virtual import prompt_site
 from coserve.errors import AdapterError
 
 Start = Literal["RANDOM", "SAMPLE_VOCAB"]
@@ -42,7 +42,7 @@ class PromptTuning:
 
     def fresh(self, config: PromptTuningConfig, frame: Frame, generator: torch.Generator) -> Part:
         """Starts as PEFT's RANDOM, SAMPLE_VOCAB or TEXT does."""
-        site = embedding_of(frame)
+        site = prompt_site(frame)
         vocabulary = site.inputs
         if config.text:
             if max(config.text) >= vocabulary:
@@ -62,7 +62,7 @@ class PromptTuning:
         )
         prompt = read_prompt(saved, frame)
         config = PromptTuningConfig(prompt.count)
-        return Part(self.name, config, {Place(embedding_of(frame).path, Side.PROMPT): prompt})
+        return Part(self.name, config, {Place(prompt_site(frame).path, Side.PROMPT): prompt})
 
     def write(self, part: Part) -> Written:
         (prompt,) = part.bypasses.values()
