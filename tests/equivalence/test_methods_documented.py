@@ -36,11 +36,16 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     folder.mkdir()
     (folder / "layer_scale.py").write_text(example())
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
-    package.methods.cache_clear()
+    _forget_methods()
     yield importlib.import_module("coserve.adapters.methods.layer_scale")
     del sys.modules["coserve.adapters.methods.layer_scale"]
     delattr(package, "layer_scale")
+    _forget_methods()
+
+
+def _forget_methods() -> None:
     package.methods.cache_clear()
+    package.readers.cache_clear()
 
 
 def test_it_is_short_and_nothing_lists_it() -> None:
