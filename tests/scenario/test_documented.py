@@ -27,6 +27,7 @@ NOT_RUN: Final = {
     ): "needs a GPU, or minutes; tests/unit/benchmarks/test_bench_gpu.py runs parts",
     ("docs/gpu.md", "pip download"): "needs a network",
     ("docs/operating.md", "docker "): "needs a daemon, and a network",
+    ("docs/anthropic.md", "pip install"): "needs a network",
     ("docs/tinker.md", "pip install"): "needs a network",
     ("docs/tiny.md", "python -m coserve_benchmarks.tiny.build"): "hours of training",
     ("docs/tiny.md", "python -m coserve_benchmarks.tiny.evaluate"): "minutes, and writes a page of docs",
