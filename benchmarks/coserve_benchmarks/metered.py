@@ -6,7 +6,7 @@ time the device waits for.
 """
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
@@ -25,6 +25,7 @@ from coserve_benchmarks.ours import Bench
 CAPACITY: Final = 4217.0  # output tokens/s: `coserving.capacity` of docs/results/gpu.md
 ROWS: Final = 32  # of the steps whose host time is measured
 _FIRST: Final = 2.0  # seconds: the bound on a first token
+_WARM_UP: Final = 1 / 3  # of a load's time
 _PATIENCE: Final = 5.0  # seconds after the load, for answers that are late
 _JITTER: Final = Jitter(0.01, share=0.0)  # of the device: long steps are the host's, which is real
 _SIZES: Final = GpuSizes()
@@ -51,7 +52,7 @@ def run(bench: Bench, policy: str = POLICY) -> None:
     """Each case from several seeds: the least attainment and the median of training, as a share of what the
     job trains alone. Then the seconds for which the device waits in steps of 32 rows beside training."""
     results, settings = bench.results, bench.settings
-    alone = serve(policy, 0, settings.metered_seconds, SLO(), 0.0).training_rate()
+    alone = serve(policy, 0, settings.metered_seconds, SLO(), 0.0).training_rate(_WARM_UP)
     results.figure("metered.alone", alone, "trained tokens/s")
     for case in CASES:
         slo = SLO(first_token=_FIRST, between_tokens=case.bound)
@@ -59,7 +60,7 @@ def run(bench: Bench, policy: str = POLICY) -> None:
             serve(policy, seed, settings.metered_seconds, slo, case.load) for seed in range(settings.rounds)
         ]
         kept = [load.attainment(slo) for load in loads]
-        shares = [load.training_rate() / alone for load in loads]
+        shares = [load.training_rate(_WARM_UP) / alone for load in loads]
         name = f"metered.{case.name}"
         results.row(f"{name}.attainment", min(kept), (min(kept), max(kept)), _note(case), _SPREAD)
         results.row(f"{name}.training", median(shares), (min(shares), max(shares)), spread_is=_SPREAD)
@@ -67,7 +68,8 @@ def run(bench: Bench, policy: str = POLICY) -> None:
         for share in (0.5, 0.99):
             figure = f"{name}.between_p{100 * share:.0f}"
             results.figure(figure, 1e3 * percentile(gaps, share), "ms")
-        results.figure(f"{name}.output", median(load.output_rate() for load in loads), "tokens/s")
+        output = median(load.output_rate(_WARM_UP) for load in loads)
+        results.figure(f"{name}.output", output, "tokens/s")
     waits = {ahead: [_host(policy, seed, ahead) for seed in range(settings.rounds)] for ahead in (1, 0)}
     note = f"ms for which the device waits for the host, a step of {ROWS} rows beside training"
     results.row("metered.host", median(waits[1]), (min(waits[1]), max(waits[1])), note, _SPREAD)
@@ -84,16 +86,20 @@ def _note(case: Case) -> str:
 
 
 def serve(policy: str, seed: int, seconds: float, slo: SLO, share: float) -> LoadResult:
-    """A load at a share of the capacity, beside a job without end."""
+    """A load at a share of the capacity, beside a job without end: `seconds`, and before them a warm-up whose
+    answers do not count, in which the scheduler sees how long the longest steps are."""
+    whole = seconds / (1 - _WARM_UP)
     requests: list[TimedRequest] = []
     if share:
         rate = share * CAPACITY / _SIZES.answer
-        requests = poisson_requests(rate, seconds, _SIZES.prompt, _SIZES.answer, _VOCABULARY, seed, slo)
-    workload = Workload("metered", "", seconds, tuple(requests), (_job(),))
+        requests = poisson_requests(rate, whole, _SIZES.prompt, _SIZES.answer, _VOCABULARY, seed, slo)
+    workload = Workload("metered", "", whole, tuple(requests), (_job(),))
     machine = _machine(policy, seed)
     gc.collect()
     gc.freeze()  # as an engine's process does: a walk over all that is imported would take 0.2 s
-    return replay(machine, workload, _PATIENCE)
+    load = replay(machine, workload, _PATIENCE)
+    begun = load.started + _WARM_UP * whole
+    return replace(load, answers=[answer for answer in load.answers if answer.arrival >= begun])
 
 
 def _job() -> TimedJob:
