@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from coserve.errors import ConfigError
-from coserve_benchmarks.markdown import number, table
+from coserve_benchmarks.markdown import number, table, write_between
 from coserve_benchmarks.report import code_and_load
 from coserve_benchmarks.simulation.section import SECTION, paper_tables
 
@@ -19,13 +18,7 @@ END: Final = "<!-- end of rows -->"
 
 def write_rows(found: Mapping[str, Any], path: str | Path) -> None:
     """Writes the rows into a page. Raises ConfigError where the page has no marks for them."""
-    path = Path(path)
-    page = path.read_text(encoding="utf-8") if path.exists() else ""
-    before, begun, rest = page.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not begun or not ended:
-        raise ConfigError(f"{path} has no place for rows: expected {BEGIN!r} and {END!r}")
-    path.write_text(f"{before}{BEGIN}\n\n{render(found)}\n{END}{after}", encoding="utf-8")
+    write_between(BEGIN, END, lambda: render(found), path)
 
 
 def render(found: Mapping[str, Any]) -> str:

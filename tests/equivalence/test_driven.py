@@ -100,7 +100,7 @@ def refused(name: str, **changes: object) -> str:
 
 
 def test_recurrent_models_with_states_of_their_own_are_refused() -> None:
-    """Those that hand them on otherwise than through a cache's convolution and recurrent states."""
+    """States are refused that layers hand on by other means than a cache of such states."""
     sentence = refused("recurrent_gemma", lru_width=64, head_dim=16, attention_window_size=32)
     assert "2 of its 3 layers have no attention, or compute it by code of their own" in sentence
     sentence = refused("minimax", num_local_experts=2, head_dim=16)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from coserve.errors import ConfigError
-from coserve_benchmarks.markdown import table
+from coserve_benchmarks.markdown import table, write_between
 from coserve_benchmarks.rows_page import BEGIN, END
 
 _HEAD: Final = ("type", "answers", "training", "streamed", "methods that it does not take")
@@ -16,13 +15,7 @@ _HEAD: Final = ("type", "answers", "training", "streamed", "methods that it does
 
 def write_page(found: Mapping[str, Any], path: str | Path) -> None:
     """Writes the table into a page. Raises ConfigError where the page has no marks for it."""
-    path = Path(path)
-    page = path.read_text(encoding="utf-8") if path.exists() else ""
-    before, begun, rest = page.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not begun or not ended:
-        raise ConfigError(f"{path} has no place for rows: expected {BEGIN!r} and {END!r}")
-    path.write_text(f"{before}{BEGIN}\n\n{render(found)}\n{END}{after}", encoding="utf-8")
+    write_between(BEGIN, END, lambda: render(found), path)
 
 
 def render(found: Mapping[str, Any]) -> str:

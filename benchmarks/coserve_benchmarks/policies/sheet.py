@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from coserve.errors import ConfigError
 from coserve_benchmarks.drawing import new_figure, save, style
-from coserve_benchmarks.markdown import number, table
+from coserve_benchmarks.markdown import number, table, write_between
 from coserve_benchmarks.policies.cells import ALONE, FIGURES
 from coserve_benchmarks.policies.charts import legend_of
 from coserve_benchmarks.policies.contest import OURS, PROMISED
@@ -32,13 +31,7 @@ def cells_of(column: Mapping[str, Any]) -> dict[str, Cell]:
 
 def write_cells(found: Mapping[str, Any], path: str | Path) -> None:
     """Writes the tables into a page. Raises ConfigError where the page has no marks for them."""
-    path = Path(path)
-    page = path.read_text(encoding="utf-8") if path.exists() else ""
-    before, begun, rest = page.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not begun or not ended:
-        raise ConfigError(f"{path} has no place for cells: expected {BEGIN!r} and {END!r}")
-    path.write_text(f"{before}{BEGIN}\n\n{render(found)}\n{END}{after}", encoding="utf-8")
+    write_between(BEGIN, END, lambda: render(found), path)
 
 
 def render(found: Mapping[str, Any]) -> str:

@@ -109,7 +109,7 @@ def test_a_page_and_a_picture_of_a_file(tmp_path: Path) -> None:
     assert "### flexllm" in text and "### answers" in text and "| **adaptive** |" in text
     assert picture.stat().st_size > 1000
     page.write_text("nothing\n")
-    with pytest.raises(ConfigError, match="no place for cells"):
+    with pytest.raises(ConfigError, match=r"no place for it: expected .<!-- cells"):
         sheet.write_cells(both, page)
 
 

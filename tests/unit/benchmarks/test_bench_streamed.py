@@ -107,7 +107,7 @@ def test_preempted_sequences_are_moved_and_computed_again(
 
 def test_a_page_without_a_place_for_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("# Title\n")
-    with pytest.raises(ConfigError, match="no place for rows"):
+    with pytest.raises(ConfigError, match=r"no place for it: expected .<!-- rows"):
         write_rows({}, tmp_path / "page.md")
 
 

@@ -22,7 +22,7 @@ def refuse(work: Run) -> Run:
 def test_a_result_tells_of_rows_that_no_graph_had(
     record: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those of the bare base have graphs from the start, those of an adapter after some steps."""
+    """Decode rows of the bare base have graphs from the start, those of an adapter after some steps."""
     with torch.no_grad():
         with_lora(tiny("llama"), 1).save_pretrained(str(tmp_path))
     monkeypatch.setattr(FusedPass, "_recorder", lambda _: record)
