@@ -32,7 +32,11 @@ def answers(draw: random.Random) -> Iterator[InferenceSegment]:
 def windows(draw: random.Random) -> Iterator[TrainingSegment]:
     ways = (Direction.TRAIN_FORWARD, Direction.BACKWARD, Direction.LOSS, Direction.LOGPROBS)
     for key in range(draw.randint(0, 5)):
-        job, rows, way = f"job{draw.randint(0, 2)}", draw.randint(2, 30), draw.choice(ways)
+        job, rows, way = (
+            f"job{draw.randint(0, 2)}",
+            draw.randint(2, draw.choice([30, 900])),
+            draw.choice(ways),
+        )
         first = draw.randrange(DEPTH)
         span = Span(DEPTH, DEPTH + 1) if way.is_tail else Span(first, draw.randint(first + 1, DEPTH))
         yield TrainingSegment(key, job, f"{job}@0", 0, rows, draw.randint(1, 500), way, span, DEPTH)
