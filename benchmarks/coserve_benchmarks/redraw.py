@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coserve.errors import ConfigError
+from coserve_benchmarks.stale import mark_page
 
 PAGES: Final = (".html", ".htm")
 SHEETS: Final = (".md",)
@@ -15,6 +16,8 @@ SHEETS: Final = (".md",)
 def redraw(results: Path, out: Path) -> None:
     """Draws what `--json` wrote: a page where `out` ends in .html, tables in a page where it ends in
     .md, else a picture, SVG or PNG by its ending.
+
+    The page that presents a committed result gets the line that says which commit was measured.
 
     Raises ConfigError where `results` is no JSON of a bench, or of one that has no such picture.
     """
@@ -29,6 +32,8 @@ def redraw(results: Path, out: Path) -> None:
         raise ConfigError(f"{results} holds nothing that a {kind} is drawn of")
     module, name = place
     getattr(import_module(module), name)(found, out)
+    if kind == "table":
+        mark_page(results, out)
 
 
 def _place(found: Mapping[str, Any], kind: str) -> tuple[str, str] | None:

@@ -234,6 +234,18 @@ def mark(root: Path, found: Sequence[Standing]) -> list[Path]:
     return [page for page, lines in pages.items() if _write(page, lines)]
 
 
+def mark_page(results: Path, page: Path) -> None:
+    """Marks `page` where it is the one that presents `results`, with every result that it presents; any other
+    page stays as it is."""
+    presented = RESULTS.get(results.name)
+    folder, page = results.resolve().parent, page.resolve()
+    if presented is None or len(folder.parents) < 2 or folder.parents[1] / presented.page != page:
+        return
+    found = standings(folder, History.around(results))
+    beside = {name for name, other in RESULTS.items() if other.page == presented.page}
+    mark(folder.parents[1], [one for one in found if one.name in beside])
+
+
 def _write(page: Path, lines: Sequence[str]) -> bool:
     before = page.read_text(encoding="utf-8")
     title, _, rest = _MARK.sub("", before).partition("\n")

@@ -21,7 +21,7 @@ from coserve_benchmarks.machine import Machine, MachineState
 from coserve_benchmarks.policies.tables import absolute
 from coserve_benchmarks.report import print_report
 from coserve_benchmarks.results import Bar, Results
-from coserve_benchmarks.stale import RESULTS, Presented, Standing, mark, standings
+from coserve_benchmarks.stale import RESULTS, Presented, Standing, mark, mark_page, standings
 
 ROOT = Path(__file__).parents[3]
 
@@ -256,6 +256,22 @@ def test_pages_say_how_old_their_figures_are(repository: Repository) -> None:
     assert mark(repository.root, [repository.standing]) == [page]
     said = "2 commits since then change what it depends on."
     assert page.read_text() == f"# Title\n\n{line}{said}\n\nText.\n\n> a quotation\n"
+
+
+def test_a_page_that_is_drawn_of_a_committed_result_says_what_was_measured(
+    repository: Repository, tmp_path: Path
+) -> None:
+    """A table of models drawn after its run kept the line of the run before it."""
+    repository.write(code={"commit": repository.git("rev-parse", "HEAD")}, date="2026-01-01 00:00")
+    page = repository.root / "docs" / "page.md"
+    elsewhere = tmp_path / "page.md"
+    for out in (page, elsewhere):
+        out.write_text(
+            "# A page\n\n> **engine.json** was measured at commit 0123456789 on 2025-01-01; old.\n"
+        )
+        mark_page(repository.results / "engine.json", out)
+    assert f"at commit {repository.git('rev-parse', 'HEAD')[:10]}" in page.read_text()
+    assert "0123456789" not in page.read_text() and "0123456789" in elsewhere.read_text()
 
 
 @pytest.mark.parametrize(
