@@ -237,7 +237,10 @@ class _Replay:
         return self._load.started + next_pressing(reversed(self._requests), seconds)
 
     def _give_up(self) -> None:
-        """Cancels what is left, so that the engine is free for another load."""
+        """Cancels what is left, so that the engine is free for another load. A request that came while the
+        last step was under way has no answer either."""
+        late = (AnswerTimes(self._load.started + one.at, slo=one.slo) for one in reversed(self._requests))
+        self._load.answers.extend(late)
         for answered, sequence in self._open.values():
             answered.tokens.clear()
             self._target.cancel(sequence)

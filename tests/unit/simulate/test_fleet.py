@@ -51,6 +51,13 @@ def test_every_request_is_answered_once_whatever_the_fleet() -> None:
         assert {answer.machine for answer in found.answers} == set(range(4))
 
 
+def test_a_request_that_comes_while_the_last_step_is_under_way_counts_as_unanswered() -> None:
+    asked = [replace(one, at=0.004 * n) for n, one in enumerate(poisson_requests(10.0, 0.5, 4000, 2, 100))]
+    load = replay(machine(), Workload("w", "", 0.02, tuple(asked), ()), patience=0.0)
+    assert [answer.arrival for answer in load.answers] == [one.at for one in asked]
+    assert not load.answers[-1].tokens and load.attainment(SLO()) < 1.0
+
+
 def test_more_machines_answer_sooner() -> None:
     asked = poisson_requests(80.0, 2.0, 16, 20, 100)
     waits = []
