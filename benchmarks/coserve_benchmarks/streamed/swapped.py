@@ -75,9 +75,10 @@ class Preemptions:
         self.moves: bool | None = None
         self.chosen = False  # by the scheduler, at the last preemption
         self._results: list[StepResult] = []
-        self._is_worth = self._swapping.is_worth
+        self._is_worth, self._is_sooner = self._swapping.is_worth, self._swapping.is_sooner
         self._apply = self._engine.scheduler.apply
         self._swapping.is_worth = self._choose  # type: ignore[method-assign]
+        self._swapping.is_sooner = self._read  # type: ignore[method-assign]
         self._engine.scheduler.apply = self._note  # type: ignore[method-assign]
 
     def cases(self) -> tuple[SwapCase, ...]:
@@ -171,6 +172,10 @@ class Preemptions:
         """`Swapping.is_worth`, as it is or as it is told."""
         self.chosen = self._is_worth(sequence, start, pages, now)
         return self.chosen if self.moves is None else self.moves
+
+    def _read(self, sequence: Sequence, start: int) -> bool:
+        """`Swapping.is_sooner`, likewise: what was moved is read, and not computed again in the end."""
+        return self._is_sooner(sequence, start) if self.moves is None else self.moves
 
     def _note(self, result: StepResult, now: float) -> dict[str, list[Event]]:
         """`Scheduler.apply`, noting what is applied."""
