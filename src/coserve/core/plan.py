@@ -289,6 +289,8 @@ class BasePlan:
 
     def without_training(self, jobs: Container[str] | None = None) -> "BasePlan":
         """The plan without the training of these jobs, or of all jobs."""
+        if not (self.training or self.updates or self.micro_batches):
+            return self
         gone = self.jobs if jobs is None else jobs
         return replace(
             self,

@@ -38,7 +38,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTabl
     `positions` [B] those of the sampled tokens in their sequences (prompt and answer).
     """
     if table.is_plain and not table.drawing and native.takes(logits):
-        return _possible(native.argmax(logits), logits)
+        return native.argmax(logits)  # `NO_TOKEN` too is the kernel's
     if not table.is_plain:
         logits = table.adjusted(logits.float(), slots, positions)
     if not native_draw.takes(logits):

@@ -85,8 +85,8 @@ class Features:
     ) -> Self:
         """The features of a step of these segments."""
         features = cls()
-        for segment in inference:
-            features.add(segment)
+        for s in inference:  # as `add`, but for a call of each: 32 of them in every decode step
+            features.add_inference(s.context, s.length, s.tail_rows, s.adapter, s.offloaded)
         for window in training:
             features.add_training(window)
         return features

@@ -40,7 +40,10 @@ def decoding(running: Iterable[Sequence], cost: StepCosts, config: SchedulerConf
     Pages are taken from the last in this order, never from a sequence whose row is in the step.
     """
     running = list(running)
-    ready = sorted(_ready(running, config), key=lambda one: not one.request.newcomer)
+    ready = _ready(running, config)
+    if not any(one.request.newcomer for one in running):
+        return ready
+    ready.sort(key=lambda one: not one.request.newcomer)
     limit = step_limit(running, cost, config)
     if limit == INFINITE:
         return ready
@@ -59,8 +62,15 @@ def decoding(running: Iterable[Sequence], cost: StepCosts, config: SchedulerConf
 def _ready(running: list[Sequence], config: SchedulerConfig) -> list[Sequence]:
     """Sequences with one row left and no token in plans beside the next. Each plan takes an equal share of
     the sequences, those without a token for longest first."""
-    ready = [one for one in running if one.remaining == 1 and not config.overlap.beside(one.unsampled)]
-    most = config.overlap.share(sum(one.remaining <= 1 for one in running))
+    left, overlap = [one.remaining for one in running], config.overlap
+    ready = [
+        one
+        for one, rows in zip(running, left, strict=True)
+        if rows == 1 and not (one.unsampled and overlap.beside(one.unsampled))
+    ]
+    most = overlap.share(sum(rows <= 1 for rows in left))
+    if len(ready) <= most:
+        return ready
     keys = {one.key for one in sorted(ready, key=_held_longest)[:most]}
     return [one for one in ready if one.key in keys]
 

@@ -18,6 +18,7 @@ from coserve.model.sample import NO_TOKEN, sample, sample_plain, token_logprobs
 from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
 from coserve.worker.sequence_table import DeviceRows, SequenceTable
 
+_NO_SAMPLE = Sampled(None)
 _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
 _NO_TOKEN_LEFT = (
     "no token can come next: the grammar, logit_bias and min_tokens together leave none, or the model's or "
@@ -67,7 +68,9 @@ class Sampler:
         """Samples and scores the rows of a pass. Changes nothing: the pass may be repeated."""
         ends = list(accumulate(batch.counts))
         scored = self._score_prompts(batch, ends)
-        done = [i for i, s in enumerate(batch.segments) if s.start + s.length == self.table[s.key].length]
+        answers = [self.table[segment.key] for segment in batch.segments]
+        pairs = enumerate(zip(batch.segments, answers, strict=True))
+        done = [i for i, (segment, answer) in pairs if segment.start + segment.length == answer.length]
         segments = [batch.segments[i] for i in done]
         keys = [segment.key for segment in segments]
         rows = self.table.rows(segments)
@@ -75,15 +78,16 @@ class Sampler:
             return Drawn(batch.segments, scored, keys, rows, rows, [], batch.states)
         adapters = adapter_ranges(self.loaded, segments, [1] * len(done))
         logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
-        tokens = self._choose(logits, rows, torch.tensor(self.table.lengths(keys), device=rows.device))
-        wanted = [self.table[key].request.sampling.logprobs for key in keys]
+        positions = torch.tensor([s.start + s.length for s in segments], device=rows.device)
+        tokens = self._choose(logits, rows, positions)
+        wanted = [answers[i].request.sampling.logprobs for i in done]
         logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
         return Drawn(batch.segments, scored, keys, rows, tokens, logprobs, batch.states)
 
     def note(self, passes: Sequence[Drawn]) -> dict[int, Sampled]:
         """Makes the tokens of passes their sequences' newest ones, and states their current ones; returns
         results by sequence key. Where memory runs out nothing has changed, and the passes may be repeated."""
-        results = {segment.key: Sampled(None) for drawn in passes for segment in drawn.segments}
+        results = {segment.key: _NO_SAMPLE for drawn in passes for segment in drawn.segments}
         if done := [drawn for drawn in passes if drawn.keys]:
             keys = [key for drawn in done for key in drawn.keys]
             rows = concat_rows([drawn.rows for drawn in done])

@@ -137,7 +137,8 @@ class Worker:
         """See `DeviceWorker`."""
         share = plan.share if self._may_share else None
         passes = Passes(windows_apart=True) if self.is_deterministic else plan.passes
-        plan = replace(plan, share=share, passes=passes)
+        if (share, passes) != (plan.share, plan.passes):
+            plan = replace(plan, share=share, passes=passes)
         if plan.share is None:
             self._streams.settle()
         with self._streams.step(plan.share), self.computing():

@@ -84,7 +84,7 @@ void write_slots(const number *x, i64 group_stride, i64 row_stride, const i64 *s
 // Compares as the number does: both zeros are equal, and NaN is larger than all else.
 #ifdef COSERVE_FLOAT32
 typedef int32_t order;
-enum { LOWEST = INT32_MIN };
+enum { LOWEST = INT32_MIN, INFINITE = 0x7f800000 };
 
 static inline order rank(number x) {
     int32_t all;
@@ -94,7 +94,7 @@ static inline order rank(number x) {
 }
 #else
 typedef int16_t order;
-enum { LOWEST = INT16_MIN };
+enum { LOWEST = INT16_MIN, INFINITE = 0x7f80 };
 
 static inline order rank(number x) {
     uint16_t size = x & 0x7fff;
@@ -103,7 +103,7 @@ static inline order rank(number x) {
 }
 #endif
 
-// first [rows]: the first of the largest of each row of x [rows, count].
+// first [rows]: the first of the largest of each row of x [rows, count]; -1 where that is no finite number.
 void argmax(const number *x, i64 *first, i64 rows, i64 count, int threads) {
 #pragma omp parallel for num_threads(threads) if (parallel : threads > 1)
     for (i64 i = 0; i < rows; i++) {
@@ -121,6 +121,6 @@ void argmax(const number *x, i64 *first, i64 rows, i64 count, int threads) {
             }
         }
         while (rank(row[at]) != most) at++;
-        first[i] = at;
+        first[i] = most >= INFINITE || most <= -INFINITE ? -1 : at;
     }
 }

@@ -227,7 +227,7 @@ def write_slots(pool: Tensor, slots: Tensor, x: Tensor) -> None:
 
 def argmax(x: Tensor) -> Tensor:
     """The first of the largest of each row of x [rows, n], as `x.float().argmax(-1)`: [rows]. NaN is larger
-    than all numbers."""
+    than all numbers. -1 where the largest is no finite number."""
     x = x.contiguous()
     rows, count = x.shape
     found = torch.empty(rows, dtype=torch.long)
