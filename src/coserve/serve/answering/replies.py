@@ -18,7 +18,7 @@ from coserve.serve.state import State
 from coserve.wire.scores import Scores
 
 _GONE = 499  # the status that proxies log for a client that left; it is never read
-_SMALL = 1000  # tokens and likely tokens of JSON that is made in the loop: 1 ms
+SMALL = 1000  # tokens and likely tokens of JSON that is made in the loop: 1 ms
 
 
 class AnswerFormat(Protocol):
@@ -67,7 +67,7 @@ async def _events(
             count += len(piece.tokens)
             cached[piece.index] += piece.cached
             parts = shape.events(piece)
-            if shape.size(piece) <= _SMALL:
+            if shape.size(piece) <= SMALL:
                 yield b"".join(parts)
             else:
                 pieces = gathered(parts)
@@ -89,7 +89,7 @@ async def _ahead(first: AnswerPiece, rest: PieceStream) -> AsyncGenerator[Answer
 async def _whole(state: State, pieces: PieceStream, call: Call, shape: AnswerFormat) -> Response:
     answers = await whole_answers(pieces, len(call))
     usage = CallUsage.of(call, sum(len(one.tokens) for one in answers), [one.cached for one in answers])
-    is_small = sum(map(shape.size, answers)) <= _SMALL
+    is_small = sum(map(shape.size, answers)) <= SMALL
     told = _written(shape, answers, usage)
     if is_small:
         return Response(b"".join(told), media_type="application/json")

@@ -22,7 +22,7 @@ from coserve.serve.offload import Offload
 Given = TypeVarTuple("Given")
 PIECE: Final = 1 << 17  # bytes that are made at once: 2 ms of log-probabilities
 _LONG: Final = 4096  # items of a list that are encoded at once
-_encode = msgspec.json.Encoder(enc_hook=lambda value: msgspec.Raw(_model(value))).encode
+_encode = msgspec.json.Encoder(enc_hook=lambda value: msgspec.Raw(_member(value))).encode
 
 
 class WrittenJson:
@@ -54,6 +54,11 @@ def written(value: Any) -> Iterator[bytes]:
             yield from _listed([_encode(part)[1:-1]] for part in parts)
         case _:
             yield _encode(value)
+
+
+def encoded(value: Any) -> bytes:
+    """A small value as JSON: the same bytes as `written`'s, in a tenth of its time."""
+    return _encode(value)
 
 
 def written_later(make: Callable[[*Given], Any], *given: *Given) -> Iterator[bytes]:
@@ -124,7 +129,9 @@ def _listed(members: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
     yield b"]" if before == b"," else b"[]"
 
 
-def _model(value: Any) -> bytes:
+def _member(value: Any) -> bytes:
     if isinstance(value, BaseModel):
         return value.model_dump_json(by_alias=True).encode()
+    if isinstance(value, WrittenJson):
+        return b"".join(value.pieces)
     raise NotImplementedError(f"{type(value).__name__} is no JSON")

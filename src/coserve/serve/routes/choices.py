@@ -9,8 +9,9 @@ from typing import Any
 from coserve.core.request import FinishReason, SamplingParams
 from coserve.serve.answering.answers import AnswerPiece
 from coserve.serve.answering.call import Call, CallUsage
+from coserve.serve.answering.replies import SMALL
 from coserve.serve.answering.request_builder import RequestBuilder
-from coserve.serve.http.json_replies import written
+from coserve.serve.http.json_replies import encoded, written
 from coserve.serve.http.streams import DONE, EVENT_BEGIN, EVENT_END
 from coserve.serve.schema.common import MOST_TOKEN_ID, FinishName, Generation, JsonObject
 from coserve.serve.state import State
@@ -80,16 +81,21 @@ class ChoicesFormat(ABC):
     def chunks(self, piece: AnswerPiece) -> Iterator[JsonObject]:
         """Stream chunks of a piece, but for the `common` fields; called in order."""
 
+    @abstractmethod
+    def size(self, piece: AnswerPiece) -> int:
+        """See `AnswerFormat`."""
+
     def events(self, piece: AnswerPiece) -> Iterator[bytes]:
         """See `AnswerFormat`."""
         no_usage: JsonObject = {"usage": None} if self._tells_usage else {}
+        write = _event if self.size(piece) > SMALL else _small_event
         for chunk in self.chunks(piece):
-            yield from _event({**self.common, **no_usage, **chunk})
+            yield from write({**self.common, **no_usage, **chunk})
 
     def ending(self, usage: CallUsage) -> Iterator[bytes]:
         """See `AnswerFormat`."""
         if self._tells_usage:
-            yield from _event({**self.common, "choices": [], "usage": usage_of(usage)})
+            yield from _small_event({**self.common, "choices": [], "usage": usage_of(usage)})
         yield DONE
 
     def choice(self, piece: AnswerPiece) -> JsonObject:
@@ -127,6 +133,10 @@ def fingerprint(hello: Hello) -> str:
         hello.deterministic, hello.cache_dtype,
     )  # fmt: skip
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+
+def _small_event(value: JsonObject) -> Iterator[bytes]:
+    yield EVENT_BEGIN + encoded(value) + EVENT_END
 
 
 def _event(value: JsonObject) -> Iterator[bytes]:
