@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
@@ -111,6 +112,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 8, "time_step_rank": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
     "step3p5": {"sliding_window": 64},  # in masks alone, which limits sequences
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "big_bird": {"attention_type": "original_full"},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {"layer_types": _FULL_AND_SLIDING},
@@ -185,6 +188,8 @@ def _text_fields(text: PreTrainedConfig) -> dict[str, Any]:
     if known.get("kv_lora_rank"):  # latent attention has as many keys as queries
         fields.pop("head_dim", None)
         fields["num_key_value_heads"] = 4
+    if text.model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation", "rembert"):
+        fields["is_decoder"] = True  # as transformers' causal class of an encoder asks for
     if known.get("mlp_layer_types") is not None:
         fields["mlp_layer_types"] = None
     if known.get("layer_types") is not None:

@@ -13,7 +13,7 @@ called for each sequence's rows, or for several sequences of equal length, with 
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Final
 
@@ -81,6 +81,13 @@ class WindowCache:
         self.after["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """See transformers' `MiniMaxCache`, here and below."""
+        return self._get(("recurrent", 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def is_recording_past(self, layer_idx: int) -> bool:
         return self._is_recording
 
@@ -107,8 +114,8 @@ class _Flat:
 class _Anatomy:
     """Uses that a mixer makes of a cache and its linears: the names of its first argument and of its cache,
     its states, its flat linears in order, the linear that gives its output (empty where none does), the width
-    behind which that stands, and the number of values that it returns (0: one, in no tuple). One that goes on
-    `by_rows` starts a window of several rows without a state, and is called for each row after one (Mamba
+    behind which that stands, the number of values that it returns (0: one, in no tuple), and the names of its
+    `others`, arguments without a default, which it is given None for. One that goes on `by_rows` starts a window of several rows without a state, and is called for each row after one (Mamba
     1)."""
 
     first: str
@@ -119,7 +126,12 @@ class _Anatomy:
     last: str
     width: int
     returns: int
+    others: tuple[str, ...] = ()
     by_rows: bool = False
+
+    def given(self, cache: WindowCache) -> dict[str, Any]:
+        """The arguments beside the first one."""
+        return {self.argument: cache, **dict.fromkeys(self.others)}
 
 
 class Mixer:
@@ -154,7 +166,7 @@ class Mixer:
             x = self._like.new_empty(1, rows, width).normal_().requires_grad_()
             saving = torch.autograd.graph.saved_tensors_hooks(note, _same)
             with torch.enable_grad(), saving, self._block.visit(Direction.BACKWARD):
-                self.forward(x, **{self.anatomy.argument: WindowCache({}, True)})
+                self.forward(x, **self.anatomy.given(WindowCache({}, True)))
             self._graphs[rows] = sum(x.untyped_storage().nbytes() for x in kept.values())
         return self._graphs.get(rows, 0)
 
@@ -211,7 +223,7 @@ class MixerRun:
         outside, cell.rows = cell.rows, inside
         try:
             with saving or nullcontext():
-                out = self._mixer.forward(x, **{its.argument: cache})
+                out = self._mixer.forward(x, **its.given(cache))
         finally:
             cell.rows = outside
         found = out[0] if isinstance(out, tuple) else out
@@ -281,7 +293,8 @@ def find_mixers(base: Base) -> list[Mixer]:
 
 def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     """The anatomy of a module that uses states of a cache; None for any other."""
-    names = [*signature(type(module).forward).parameters][1:]
+    parameters = [*signature(type(module).forward).parameters.values()][1:]
+    names = [each.name for each in parameters]
     argument = next((name for name in _ARGUMENTS if name in names), None)
     if argument is None:
         return None
@@ -289,6 +302,11 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     like = next(module.parameters(), None)
     if like is None:
         return None
+    others = tuple(
+        each.name
+        for each in parameters[1:]
+        if each.name != argument and each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+    )
     cache, calls = WindowCache({}, True), list[tuple[str, Tensor, Tensor]]()
     hidden = torch.randn(1, _ROWS, text.hidden_size, generator=torch.Generator().manual_seed(0))
     hidden = hidden.to(base.device, base.dtype)
@@ -298,7 +316,7 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
                 hook = _Noting(f"{path}.{name}", calls)
                 hooks.callback(linear.register_forward_hook(hook).remove)
         try:
-            out = module(hidden, **{argument: cache})
+            out = module(hidden, **{argument: cache}, **dict.fromkeys(others))
         except Exception as error:
             if not cache.is_asked:
                 return None  # attention, which asks for other arguments
@@ -314,15 +332,17 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     width = next((x.shape[-1] for name, x, _ in calls if name == last), returned.shape[-1])
     flat = _flat(module, hidden, [call for call in calls if call[0] != last])
     returns = len(out) if isinstance(out, tuple) else 0
-    by_rows = _forgets(module, argument, hidden, cache.after)
-    return _Anatomy(names[0], argument, keys, shapes, flat, last, width, returns, by_rows)
+    anatomy = _Anatomy(names[0], argument, keys, shapes, flat, last, width, returns, others)
+    return replace(anatomy, by_rows=_forgets(module, anatomy, hidden, cache.after))
 
 
-def _forgets(module: nn.Module, argument: str, hidden: Tensor, states: Mapping[StateKey, Tensor]) -> bool:
+def _forgets(
+    module: nn.Module, anatomy: _Anatomy, hidden: Tensor, states: Mapping[StateKey, Tensor]
+) -> bool:
     """Tells whether one of the states makes no difference to a window of several rows."""
 
     def run(given: Mapping[StateKey, Tensor]) -> Tensor:
-        out = module(hidden, **{argument: WindowCache(given, True)})
+        out = module(hidden, **anatomy.given(WindowCache(given, True)))
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
