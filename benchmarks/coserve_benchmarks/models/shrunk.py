@@ -112,7 +112,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 8, "time_step_rank": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
     "step3p5": {"sliding_window": 64},  # in masks alone, which limits sequences
-    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta"), {"pad_token_id": 1}),
+    "xlm-roberta-xl": {"pad_token_id": 1},
+    "xmod": {"pad_token_id": 1, "default_language": "en_XX", "languages": ["en_XX"]},
     "big_bird": {"attention_type": "original_full"},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},

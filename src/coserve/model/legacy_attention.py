@@ -179,7 +179,9 @@ def _mpt(module: Any, config: Any) -> None:
     module.forward = forward
 
 
-def _xglm(module: Any, config: Any) -> None:
+def _scaled_before(module: Any, config: Any) -> None:
+    """XGLM, MVP and TrOCR scale queries before they split them by head."""
+
     def forward(hidden_states: Tensor, attention_mask: Any = None, **_: Any) -> tuple[Tensor, None]:
         query = module.q_proj(hidden_states) * module.scaling
         states = (query, module.k_proj(hidden_states), module.v_proj(hidden_states))
@@ -248,7 +250,9 @@ _FORMS: Final[dict[str, Callable[[Any, Any], None]]] = {
     "GPTNeoXJapaneseAttention": _scored_apart,
     "Attention": _openai,
     "MptAttention": _mpt,
-    "XGLMAttention": _xglm,
+    "XGLMAttention": _scaled_before,
+    "MvpAttention": _scaled_before,
+    "TrOCRAttention": _scaled_before,
     "DiffLlamaAttention": _diffllama,
     **dict.fromkeys(_ENCODERS, _bert),
 }

@@ -57,7 +57,7 @@ class Masks:
         The module tells that it looks ahead: in a model with little training that changes less than low
         precision, so the probe might miss it.
         """
-        if getattr(attention, "is_causal", True) is False:
+        if getattr(attention, "is_causal", True) is False and not getattr(attention, "is_decoder", False):
             raise encoder(self._name)
         if mask is None or mask is NO_MASK:
             return
