@@ -118,7 +118,7 @@ def test_an_architecture_is_right_or_refused(name: str) -> None:
 def test_every_architecture_is_right_or_refused() -> None:
     """Prints a table."""
     outcomes, faults = {}, {}
-    for name in (*shrunk.NAMES, *shrunk.WITHOUT_RECURRENCE):
+    for name in (*shrunk.NAMES, *shrunk.VARIANTS):
         try:
             outcomes[name] = outcome(name)
         except Exception as error:

@@ -24,7 +24,7 @@ from coserve_benchmarks.results import Bar, Results
 
 NAMES: Final = (
     *shrunk.NAMES,
-    *shrunk.WITHOUT_RECURRENCE,
+    *shrunk.VARIANTS,
     *(n for n in shrunk.MULTIMODAL if n not in shrunk.NAMES),
 )
 _HEADER: Final = ("code", "date", "ended", "versions", "tolerances")

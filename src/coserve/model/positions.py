@@ -31,7 +31,7 @@ def _lengths(text: Any) -> Iterator[int]:
     if text.model_type in ("bloom", "mpt"):
         yield MOST_POSITIONS
     if "indexed_attention" in (getattr(text, "layer_types", None) or ()):
-        yield int(text.index_topk)
+        yield int(getattr(text, "index_topk", 0) or text.indexer_budget)
     rope = getattr(text, "rope_parameters", None) or {}
     for own in (rope, *(each for each in rope.values() if isinstance(each, dict))):
         if own.get("rope_type") in ("longrope", "dynamic"):

@@ -64,7 +64,8 @@ def draw(base: Base, *lengths: int) -> list[Tensor]:
     """Prompts of random tokens from a fixed seed, on the base's device: the model's own may be that of layers
     that are not loaded yet."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = base.model.get_input_embeddings().weight.shape[0]
+    embedded = base.model.get_input_embeddings().weight.shape[0]  # of which the head may lack the last ones
+    vocabulary = min(embedded, base.vocabulary or embedded)
     return [
         torch.randint(0, vocabulary, (length,), generator=generator).to(base.device) for length in lengths
     ]
