@@ -80,6 +80,7 @@ _DROPOUTS = (
 _FULL_AND_SLIDING = ["sliding_attention", "full_attention"] * 3
 
 
+_PADDED = {"pad_token_id": 1}  # from behind which positions count: no token of the texts is it
 _HYBRID = ["linear_attention", "hybrid"] * 3
 
 
@@ -109,27 +110,54 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": _FULL_AND_SLIDING,
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _rope(4, 2, 2)),
     },
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 1.0}, "ffn_config": {"ffn_hidden_size": 80}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 1.0},
+        "ffn_config": {"ffn_hidden_size": 80},
+    },
     "longcat_flash": {
-        "num_layers": 3, "head_dim": 8, "ffn_hidden_size": 80, "expert_ffn_hidden_size": 32, "zero_expert_num": 2,
+        "num_layers": 3,
+        "head_dim": 8,
+        "ffn_hidden_size": 80,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
     },
     "qwen4_exp_text": {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
-        "indexer_compress_ratio": 4, "hc_lowrank": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 16,
     },
     "reformer": {
-        "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32], "attention_head_size": 16,
-        "feed_forward_size": 80, "num_buckets": 4, "hash_seed": 0,
+        "axial_pos_shape": [16, 16],
+        "axial_pos_embds_dim": [32, 32],
+        "attention_head_size": 16,
+        "feed_forward_size": 80,
+        "num_buckets": 4,
+        "hash_seed": 0,
     },
     "zamba": {"layers_block_type": _HYBRID, "mamba_d_state": 8, "mamba_dt_rank": 8},
     "zamba2": {
-        "layers_block_type": _HYBRID, "mamba_d_state": 8, "chunk_size": 8, "num_mem_blocks": 2,
-        "use_shared_attention_adapter": True, "adapter_rank": 4, "use_mem_rope": True,
-        "head_dim": 32, "num_key_value_heads": 4,
+        "layers_block_type": _HYBRID[:4],
+        "num_hidden_layers": 4,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 4,
+        "use_mem_rope": True,
+        "head_dim": 32,
+        "num_key_value_heads": 4,
     },
     "glm5_next_text": {"qk_rope_head_dim": 0, "linear_head_dim": 16, "linear_num_heads": 4, "index_kpool": 4},
     "fun_asr_nano_adaptor": {"hidden_size": 64, "intermediate_size": 16},
-    "molmo2_adapter": {"vision_feature_layer": [1, 0], "hidden_size": 32, "head_dim": 16, "num_key_value_heads": 2},
+    "molmo2_adapter": {
+        "vision_feature_layer": [1, 0],
+        "hidden_size": 32,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+    },
     "molmo2": {"hidden_size": 32, "head_dim": 16, "num_key_value_heads": 2},
     "muse_spark_text": {"moe_hidden_size": 32},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "codebook_size": 64, "hidden_size": 32},
@@ -152,9 +180,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 8, "time_step_rank": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
     "step3p5": {"sliding_window": 64},  # in masks alone, which limits sequences
-    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta"), {"pad_token_id": 1}),
-    "xlm-roberta-xl": {"pad_token_id": 1},
-    "xmod": {"pad_token_id": 1, "default_language": "en_XX", "languages": ["en_XX"]},
+    **{
+        f"{name}roberta{kind}": _PADDED
+        for name, kind in (("", ""), ("", "-prelayernorm"), ("xlm-", ""), ("xlm-", "-xl"))
+    },
+    "camembert": _PADDED,
+    "data2vec-text": _PADDED,
+    "xmod": {**_PADDED, "default_language": "en_XX", "languages": ["en_XX"]},
     "big_bird": {"attention_type": "original_full"},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},

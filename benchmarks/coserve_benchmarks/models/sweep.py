@@ -183,7 +183,7 @@ def _forward(model: PreTrainedModel, text: Tokens, answer: Completion) -> Tensor
 def _decoded(model: PreTrainedModel, logits: Tensor, text: Tokens, answer: Completion) -> Tensor:
     """These `logits` with rows of the answer as `generate` computes them, one after the other."""
     ids, tokens = torch.tensor([list(text)]), answer.tokens
-    found = model.generate(  # type: ignore[operator]
+    found = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=len(tokens),

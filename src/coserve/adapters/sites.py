@@ -249,10 +249,11 @@ def _listed(model: PreTrainedModel) -> list[str]:
     """The members of a decoder's only list, in models older than checkpointable layers."""
     decoder = decoder_of(model)
     path = next(f"{path}." if path else "" for path, module in model.named_modules() if module is decoder)
-    lists = [name for name, module in decoder.named_children() if isinstance(module, nn.ModuleList)]
+    lists = [(n, m) for n, m in decoder.named_children() if isinstance(m, nn.ModuleList)]
     if len(lists) != 1:
         return []
-    return [f"{path}{lists[0]}.{number}" for number in range(len(decoder.get_submodule(lists[0])))]
+    name, layers = lists[0]
+    return [f"{path}{name}.{number}" for number in range(len(layers))]
 
 
 def layer_width(model: PreTrainedModel) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from coserve.adapters.sites import Weights
@@ -149,9 +150,8 @@ class Block(ModelPart):
         out = self._apart(self._answer(hidden_of(hidden), (args, kwargs)))
         return (out, *[NOTHING] * (self.returns - 1)) if self.returns else out
 
-
     def _apart(self, hidden: Tensor) -> Tensor:
-        return hidden if self.streams == 1 else hidden.unflatten(-1, (self.streams, -1)).movedim(-2, 0)
+        return hidden if self.streams == 1 else torch.stack(hidden.chunk(self.streams, -1))
 
 
 def hidden_of(out: Any) -> Tensor:

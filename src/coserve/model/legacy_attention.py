@@ -43,7 +43,8 @@ def _number(model: PreTrainedModel) -> None:
     """Gives attention the number of its layer where it has none (GPT, Zamba's shared layers)."""
     for number, layer in enumerate(decoder_layers(model).values()):
         for module in layer.modules():
-            if getattr(module, "layer_idx", None) == -1 or type(module).__module__.endswith("modeling_openai"):
+            unnumbered = getattr(module, "layer_idx", 0) in (None, -1)
+            if unnumbered or type(module).__module__.endswith("modeling_openai"):
                 module.layer_idx = number  # type: ignore[assignment]
 
 
@@ -129,7 +130,9 @@ def _falcon(module: Any, config: Any) -> None:
         if alibi is None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         else:  # the rows' positions [1, rows]
-            slopes = build_alibi_tensor(torch.ones_like(alibi[:, :1]).expand(1, 2), module.num_heads, torch.bfloat16)
+            slopes = build_alibi_tensor(
+                torch.ones_like(alibi[:, :1]).expand(1, 2), module.num_heads, torch.bfloat16
+            )
             query, key = with_biases(query, key, slopes[:, 0, 1:] * alibi)
             if attention_mask is not None:  # its own biases, and the least number
                 attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min
@@ -174,7 +177,9 @@ def _mpt(module: Any, config: Any) -> None:
         slopes = -build_mpt_alibi_tensor(module.n_heads, 2, device=query.device)[:, 0, 0] / scale
         query, key = with_distances(query, key, position_bias, slopes)
         mask = attention_mask if attention_mask.numel() > 1 else None  # made of NO_MASK
-        return module.out_proj(_attend(config, module, query, key, value, mask, scaling=scale).flatten(2)), None
+        return module.out_proj(
+            _attend(config, module, query, key, value, mask, scaling=scale).flatten(2)
+        ), None
 
     module.forward = forward
 
@@ -220,7 +225,9 @@ def _diffllama(module: Any, config: Any) -> None:
         hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
         linears = (module.q_proj, module.k_proj, module.v_proj)
-        query, key, value = (_heads(x, x.shape[-1] // module.head_dim) for x in (f(hidden_states) for f in linears))
+        query, key, value = (
+            _heads(x, x.shape[-1] // module.head_dim) for x in (f(hidden_states) for f in linears)
+        )
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         value = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)
         out = _attend(config, module, query, key, value, attention_mask, scaling=module.scaling)
@@ -235,7 +242,7 @@ def _diffllama(module: Any, config: Any) -> None:
 
 def _heads(x: Tensor, count: int) -> Tensor:
     """[1, rows, width] as [1, heads, rows, width of a head]."""
-    return x.unflatten(-1, (count, -1)).transpose(1, 2)
+    return x.view(*x.shape[:-1], count, -1).transpose(1, 2)
 
 
 _ENCODERS: Final = frozenset(

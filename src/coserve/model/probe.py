@@ -303,7 +303,9 @@ class _Far:
         with base.cell.set(rows), self._masks.checked():
             # Bamba counts from 0 unless it is told the positions, as `generate` does.
             # The first GPT knows no cache.
-            is_told = base.mixers or "past_key_values" not in signature(decoder_of(base.model).forward).parameters
+            is_told = (
+                base.mixers or "past_key_values" not in signature(decoder_of(base.model).forward).parameters
+            )
             told = {"position_ids": self._positions[None]} if is_told else {}
             given = {"input_ids": self._tokens[None], "past_key_values": preceding, **told}
             try:

@@ -115,8 +115,8 @@ class _Anatomy:
     """Uses that a mixer makes of a cache and its linears: the names of its first argument and of its cache,
     its states, its flat linears in order, the linear that gives its output (empty where none does), the width
     behind which that stands, the number of values that it returns (0: one, in no tuple), and the names of its
-    `others`, arguments without a default, which it is given None for. One that goes on `by_rows` starts a window of several rows without a state, and is called for each row after one (Mamba
-    1)."""
+    `others`, arguments without a default, which it is given None for. One that goes on `by_rows` starts a
+    window of several rows without a state, and is called for each row after one (Mamba 1)."""
 
     first: str
     argument: str
@@ -195,28 +195,38 @@ class MixerRun:
         self.number, self.layer = mixer.number, mixer.layer
         self._mixer, self._hidden, self._given = mixer, hidden, given
 
-    def run(self, rows: slice, batch: int, before: States | None) -> tuple[Tensor, States]:
+    def run(
+        self, rows: slice, batch: int, before: States | None, trains: bool = False
+    ) -> tuple[Tensor, States]:
         """See `Core`. In a graph the states are in it, too."""
         x, given = _of(self._hidden, rows, batch), {p: _of(y, rows, batch) for p, y in self._given.items()}
         if before is None or not self._mixer.anatomy.by_rows:
-            out, before = self._call(x, given, before)
+            several: Tensor | None = None
+            if trains and before is not None and x.shape[1] == 1:
+                twice = {path: y.repeat(1, 2, 1) for path, y in given.items()}
+                several = self._call(x.repeat(1, 2, 1), twice, before, trains)[0][:, :1]
+            out, before = self._call(x, given, before, trains)  # which may write into them
+            out = out if several is None else several
         else:
             outputs = []
             for row in range(x.shape[1]):
                 one = slice(row, row + 1)
-                out, before = self._call(x[:, one], {path: y[:, one] for path, y in given.items()}, before)
+                own = {path: y[:, one] for path, y in given.items()}
+                out, before = self._call(x[:, one], own, before, trains)
                 outputs.append(out)
             out = torch.cat(outputs, 1)
         return out.reshape(1, -1, out.shape[-1]), before
 
-    def _call(self, x: Tensor, given: Mapping[str, Tensor], before: States | None) -> tuple[Tensor, States]:
+    def _call(
+        self, x: Tensor, given: Mapping[str, Tensor], before: States | None, trains: bool
+    ) -> tuple[Tensor, States]:
         """The mixer's own forward of x [batch, rows, width], without the linear behind it; and the states."""
         its, cell = self._mixer.anatomy, self._mixer.cell
         is_one, in_graph = x.shape[1] == 1, torch.is_grad_enabled()
         states = dict(zip(its.keys, before or (), strict=before is not None))
         if is_one and in_graph:  # written in place, which a leaf does not allow
             states = {key: state.clone() for key, state in states.items()}
-        cache = WindowCache(states, in_graph or not is_one)
+        cache = WindowCache(states, in_graph or trains or not is_one)
         inside = _Inside(its.last, given)
         # What is written in place was saved for the gradient before.
         saving = torch.autograd.graph.saved_tensors_hooks(torch.clone, _same) if is_one and in_graph else None
@@ -336,9 +346,7 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     return replace(anatomy, by_rows=_forgets(module, anatomy, hidden, cache.after))
 
 
-def _forgets(
-    module: nn.Module, anatomy: _Anatomy, hidden: Tensor, states: Mapping[StateKey, Tensor]
-) -> bool:
+def _forgets(module: nn.Module, anatomy: _Anatomy, hidden: Tensor, states: Mapping[StateKey, Tensor]) -> bool:
     """Tells whether one of the states makes no difference to a window of several rows."""
 
     def run(given: Mapping[StateKey, Tensor]) -> Tensor:

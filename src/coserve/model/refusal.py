@@ -87,6 +87,8 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
         raise unsupported(name, "its sparse attention chooses keys by an index of its own")
     if getattr(text, "cross_attention_layers", None):
         raise unsupported(name, "some of its layers attend to images instead of text")
+    if model is not None and model.get_output_embeddings() is None:
+        raise unsupported(name, "its head is not where transformers says")
     # Where all layers are recurrent there may be no positions; the proof sees one that counts its own.
     is_told = model is None or can_be_told(model)
     if not (is_told or getattr(model, "_is_stateful", False)):
