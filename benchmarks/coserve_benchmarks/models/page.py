@@ -29,8 +29,8 @@ def render(found: Mapping[str, Any]) -> str:
     lines = [
         f"`coserve bench models`, {found['date']} UTC, {versions}: of {len(types)} types transformers builds "
         f"{built} small. Of these {len(by_kind['exact'])} are exact (`exact_share` "
-        f"{found['exact_share']:.3f}), {len(by_kind['refused'])} refused, {len(by_kind['fault'])} faulty. Of the "
-        "types of sixty text models that are downloaded most "
+        f"{found['exact_share']:.3f}), {len(by_kind['refused'])} refused, {len(by_kind['fault'])} faulty. "
+        "Of the types of sixty text models that are downloaded most "
         f"{found.get('exact_share.downloaded', 0.0):.3f} are exact.",
         "",
         "## Exact",
