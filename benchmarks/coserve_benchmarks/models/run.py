@@ -81,7 +81,10 @@ def join_runs(files: Sequence[Path], json_path: str | Path | None = None) -> dic
     header = {
         "command": "coserve bench models",
         **first,
-        "earlier": [{key: run.get(key) for key in _HEADER} for run in runs[1:]],
+        "earlier": [
+            *({key: run.get(key) for key in _HEADER} for run in runs[1:]),
+            *(header for run in runs for header in run.get("earlier", ())),
+        ],
     }
     results = Results(header, json_path, BARS)
     _count(results, {name: one for run in runs for name, one in run["types"].items()})
