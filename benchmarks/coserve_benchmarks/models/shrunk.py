@@ -151,7 +151,6 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "glm5_next_text": {"qk_rope_head_dim": 0, "linear_head_dim": 16, "linear_num_heads": 4, "index_kpool": 4},
-    "fun_asr_nano_adaptor": {"hidden_size": 64, "intermediate_size": 16},
     "molmo2_adapter": {
         "vision_feature_layer": [1, 0],
         "hidden_size": 32,
