@@ -141,7 +141,7 @@ def counted() -> list[Count]:
     present = {made.name for made in classes()}
     return [
         # Of both 935 are recurrent layers, 270 attention and positions of older types, 760 and 1,990 tensor
-        # parallelism, 290 and 540 attention older than transformers' interface and the text part of multimodal
+        # parallelism, 290 and 540 attention older than transformers' interface and text parts of multimodal
         # models; of the second 2,120 are adapter methods, 2,250 tools and reasoning, 360 Anthropic's dialect.
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 35_832, 28_000),
         Count("lines of the package", lines(), 103_911, 82_000),
