@@ -13,6 +13,7 @@ import torch
 
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.errors import CoserveError
+from coserve_benchmarks.models import shrunk
 from coserve_benchmarks.models.sweep import ANSWERS, TRAINING, answer_error, gradient_error
 from models import WINDOW, logits_of, prompts, tiny
 
@@ -95,6 +96,17 @@ def test_it_answers_and_trains_as_transformers(name: str) -> None:
     assert gradient_error(engine, oracle, asked) <= TRAINING
     with pytest.raises(CoserveError, match=str(longest)):
         engine.generate([1] * (longest + 1), sampling=SamplingParams(max_tokens=1)).result()
+
+
+@pytest.mark.parametrize("name", ["bart", "roberta"])
+def test_positions_are_told_to_those_who_count(name: str) -> None:
+    """`generate` ends BART's answers with a token of its own, and has RoBERTa count from 0, which its forward
+    does not; so the forward alone is the oracle."""
+    config = EngineConfig(calibrate=False, cache_tokens=512, page_size=4, scheduler={"max_prefill_rows": 16})
+    engine, oracle = Engine(shrunk.build(name), config), shrunk.build(name)
+    asked = texts(name, 60)
+    assert answer_error(engine, oracle, asked) <= ANSWERS
+    assert gradient_error(engine, oracle, asked) <= TRAINING
 
 
 def test_an_index_and_tables_matter_beyond_the_limits() -> None:

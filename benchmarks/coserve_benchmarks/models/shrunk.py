@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
@@ -79,9 +80,17 @@ _DROPOUTS = (
 _FULL_AND_SLIDING = ["sliding_attention", "full_attention"] * 3
 
 
-def _sections(*pairs: int) -> dict[str, Any]:
+_PADDED = {"pad_token_id": 1}  # from behind which positions count: no token of the texts is it
+_HYBRID = ["linear_attention", "hybrid"] * 3
+
+
+def _rope(*pairs: int) -> dict[str, Any]:
     """Pairs of a head's 8 (or of the part that turns) by time, height and width."""
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [*pairs]}}
+    return {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [*pairs]}
+
+
+def _sections(*pairs: int) -> dict[str, Any]:
+    return {"rope_parameters": _rope(*pairs)}
 
 
 _MAMBA: dict[str, Any] = {
@@ -94,7 +103,66 @@ _OWN: dict[str, dict[str, Any]] = {
         for name in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", "paddleocr_vl")
     },
     "glm4v_moe_text": _sections(2, 1, 1),
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], "rope_parameters": None},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], **_sections(3, 3, 2)},
+    "cosmos3_edge_text": _sections(4, 2, 2),
+    "hunyuan_vl_text": _sections(2, 2, 2, 2),
+    "cohere_compass_text": {
+        "layer_types": _FULL_AND_SLIDING,
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _rope(4, 2, 2)),
+    },
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 1.0},
+        "ffn_config": {"ffn_hidden_size": 80},
+    },
+    "longcat_flash": {
+        "num_layers": 3,
+        "head_dim": 8,
+        "ffn_hidden_size": 80,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 16,
+    },
+    "reformer": {
+        "axial_pos_shape": [16, 16],
+        "axial_pos_embds_dim": [32, 32],
+        "attention_head_size": 16,
+        "feed_forward_size": 80,
+        "num_buckets": 4,
+        "hash_seed": 0,
+    },
+    "zamba": {"layers_block_type": _HYBRID, "mamba_d_state": 8, "mamba_dt_rank": 8},
+    "zamba2": {
+        "layers_block_type": _HYBRID[:4],
+        "num_hidden_layers": 4,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 4,
+        "use_mem_rope": True,
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+    },
+    "glm5_next_text": {"qk_rope_head_dim": 0, "linear_head_dim": 16, "linear_num_heads": 4, "index_kpool": 4},
+    "molmo2_adapter": {
+        "vision_feature_layer": [1, 0],
+        "hidden_size": 32,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+    },
+    "molmo2": {"hidden_size": 32, "head_dim": 16, "num_key_value_heads": 2},
+    "muse_spark_text": {"moe_hidden_size": 32},
+    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "codebook_size": 64, "hidden_size": 32},
+    "janus_vqgan": {"base_channels": 32, "num_embeddings": 64, "embed_dim": 8},
+    "radio": {"video_temporal_patch_size": 2},
+    "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [16, 16, 16, 32], "out_hidden_size": 64},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 3, **_MAMBA},
     "bamba": {"attn_layer_indices": [1, 4], **_MAMBA},
     "falcon_h1": _MAMBA,
@@ -111,6 +179,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 8, "time_step_rank": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
     "step3p5": {"sliding_window": 64},  # in masks alone, which limits sequences
+    **{
+        f"{name}roberta{kind}": _PADDED
+        for name, kind in (("", ""), ("", "-prelayernorm"), ("xlm-", ""), ("xlm-", "-xl"))
+    },
+    "camembert": _PADDED,
+    "data2vec-text": _PADDED,
+    "xmod": {**_PADDED, "default_language": "en_XX", "languages": ["en_XX"]},
+    "big_bird": {"attention_type": "original_full"},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {"layer_types": _FULL_AND_SLIDING},
@@ -122,7 +198,17 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
 }
+_IMAGE = {"vocabulary_map": {"<image>": 5}}
 _OF_WHOLES: dict[str, dict[str, Any]] = {
+    "chameleon": _IMAGE,
+    "emu3": _IMAGE,
+    "granite4_vision": {
+        "downsample_rate": "1/2", "deepstack_layer_map": [[0, 1]], "spatial_target_layers": [1, 2],
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28, "patch_size": 14,
+        },
+    },
     "gemma4": {
         "vision_config": {
             "model_type": "gemma4_vision", "hidden_size": 32, "num_hidden_layers": 2,
@@ -130,20 +216,21 @@ _OF_WHOLES: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-# Models whose types have recurrent layers, and these have none.
-WITHOUT_RECURRENCE: dict[str, tuple[str, dict[str, Any]]] = {
-    "granitemoehybrid dense": ("granitemoehybrid", {"num_local_experts": 0}),
-    "granitemoehybrid experts": ("granitemoehybrid", {}),
+# Models whose types have recurrent layers, and these have none; and positions by ALiBi.
+_FULL = {"layer_types": ["full_attention"] * 6}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoehybrid dense": ("granitemoehybrid", {**_FULL, "num_local_experts": 0}),
+    "granitemoehybrid experts": ("granitemoehybrid", _FULL),
+    "jamba attention": ("jamba", {"attn_layer_period": 1, "attn_layer_offset": 0}),
+    "falcon alibi": ("falcon", {"alibi": True, "multi_query": False}),
     **{
-        f"{name} attention": (name, {})
+        f"{name} attention": (name, _FULL)
         for name in (
             "lfm2",
             "lfm2_moe",
             "qwen3_next",
             "qwen3_5_text",
             "qwen3_5_moe_text",
-            "olmo_hybrid",
-            "jamba",
         )
     },
 }
@@ -151,9 +238,9 @@ WITHOUT_RECURRENCE: dict[str, tuple[str, dict[str, Any]]] = {
 
 def shrunk(name: str) -> dict[str, Any]:
     """Fields of a small configuration of `name`; those of its text model where it has several."""
-    if name in WITHOUT_RECURRENCE:
-        name, own = WITHOUT_RECURRENCE[name]
-        return shrunk(name) | {"layer_types": ["full_attention"] * 6} | own
+    if name in VARIANTS:
+        name, own = VARIANTS[name]
+        return shrunk(name) | own
     default = CONFIG_MAPPING[name]()
     text = default.get_text_config()
     parts = {key: getattr(default, key, None) for key in default.sub_configs}
@@ -171,7 +258,8 @@ def _tower_fields(tower: PreTrainedConfig) -> dict[str, Any]:
     """Fields of a small tower for images or sound, which no text passes."""
     names = tower.to_dict().keys() | getattr(tower, "attribute_map", {}).keys()
     given = {f: size for size, of in _TOWERS.items() for f in of if f in names}
-    return {f: size for f, size in given.items() if isinstance(getattr(tower, f, None), int | None)}
+    numbers = {f: size for f, size in given.items() if isinstance(getattr(tower, f, None), int | None)}
+    return numbers | _OWN.get(tower.model_type, {})
 
 
 def _text_fields(text: PreTrainedConfig) -> dict[str, Any]:
@@ -185,6 +273,8 @@ def _text_fields(text: PreTrainedConfig) -> dict[str, Any]:
     if known.get("kv_lora_rank"):  # latent attention has as many keys as queries
         fields.pop("head_dim", None)
         fields["num_key_value_heads"] = 4
+    if text.model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation", "rembert"):
+        fields["is_decoder"] = True  # as transformers' causal class of an encoder asks for
     if known.get("mlp_layer_types") is not None:
         fields["mlp_layer_types"] = None
     if known.get("layer_types") is not None:
@@ -194,7 +284,7 @@ def _text_fields(text: PreTrainedConfig) -> dict[str, Any]:
 
 def kind_of(name: str) -> str:
     """transformers' type of a model of this name."""
-    return WITHOUT_RECURRENCE.get(name, (name,))[0]
+    return VARIANTS.get(name, (name,))[0]
 
 
 def auto_class(kind: str) -> Any:

@@ -233,6 +233,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The outermost checkpointable layers by path, in the order they run. Raises UnsupportedModel."""
     names = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    names = names or _listed(model)
     outer = [n for n in names if not any(n.startswith(other + ".") for other in names)]
     inside = set(decoder_of(model).modules())
     stacks = {n.rpartition(".")[0] for n in outer}
@@ -242,6 +243,17 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
             "that has, such as Llama, Qwen3 or Gemma 3"
         )
     return {n: model.get_submodule(n) for n in outer}
+
+
+def _listed(model: PreTrainedModel) -> list[str]:
+    """The members of a decoder's only list, in models older than checkpointable layers."""
+    decoder = decoder_of(model)
+    path = next(f"{path}." if path else "" for path, module in model.named_modules() if module is decoder)
+    lists = [(n, m) for n, m in decoder.named_children() if isinstance(m, nn.ModuleList)]
+    if len(lists) != 1:
+        return []
+    name, layers = lists[0]
+    return [f"{path}{name}.{number}" for number in range(len(layers))]
 
 
 def layer_width(model: PreTrainedModel) -> int:

@@ -50,10 +50,14 @@ class Core(Protocol):
 
     number: int
 
-    def run(self, rows: slice, batch: int, before: States | None) -> tuple[Tensor, States]:
+    def run(
+        self, rows: slice, batch: int, before: States | None, trains: bool = False
+    ) -> tuple[Tensor, States]:
         """Output [1, rows, width] of some of the run's rows, `batch` sequences of equal length one after the
         other, and the states after them. `before` are those before the rows; None is the state of a sequence
-        that begins. A run of one row each may write into `before`."""
+        that begins. A run of one row each may write into `before`. Where rows train,
+        one after a state is computed by the code for several: that may differ (Zamba 2 and Nemotron H have a
+        least time step in it alone)."""
 
     def zeros(self, rows: int) -> Tensor:
         """The output of rows of no sequence."""

@@ -32,8 +32,8 @@ from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
 from coserve.model.parameters import held_bytes
-from coserve.model.refusal import takes_positions
 from coserve.model.short_prologue import Begun, ShortPrologue, find_short_prologue
+from coserve.model.told_positions import can_be_told
 from coserve.parallel.ranks import ALONE
 
 _FARTHEST: Final = 1 << 18  # position that a short prologue is compared at
@@ -85,13 +85,18 @@ class Base:
         self._norm_and_head: tuple[Any, Any] | None = None  # where they are all of the tail
         self._short_prologue: ShortPrologue | None = None  # where the model does no more than that
         self._decoder: Any = decoder_of(model)
-        self.takes_positions = takes_positions(model)
+        self.takes_positions = can_be_told(model)
         self._standing_aside = threading.RLock()  # a worker's two streams share the model
 
     @property
     def depth(self) -> int:
         """Number of decoder layers."""
         return len(self.chain)
+
+    @property
+    def streams(self) -> int:
+        """Number of hidden states that layers hand on, side by side."""
+        return self.chain.blocks[0].streams
 
     @property
     def hands_on(self) -> bool:
@@ -139,7 +144,7 @@ class Base:
         fewer, more = (torch.arange(rows, device=self.device) for rows in (5, 7))
         hidden, first = self.prologue(torch.zeros_like(fewer), fewer)
         _, second = self.prologue(torch.zeros_like(more), more)
-        self.hidden_size = hidden.shape[-1]
+        self.hidden_size = hidden.shape[-1] // self.streams
         self._arguments = RowArguments(first, second)
         self.vocabulary = self.tail(hidden[:, :1]).shape[-1]
         self._norm_and_head = self._find_norm_and_head(hidden)
@@ -169,11 +174,14 @@ class Base:
             handle.remove()
         if len(calls) != 1 or not torch.equal(calls[0][1].squeeze(0), logits):
             return None
+        layers = {block.module for block in self.chain}
         with self._standing_aside, self.chain.ends.visit(Direction.INFER):
             for norm in self._decoder.children():
+                if any(True for module in norm.modules() if module in layers):
+                    continue  # encoders' stacks
                 try:
                     found = norm(x)
-                except (TypeError, RuntimeError, ValueError, IndexError):  # embeddings, lists of layers
+                except (TypeError, RuntimeError, ValueError, IndexError):  # embeddings, rotary tables
                     continue
                 if isinstance(found, Tensor) and torch.equal(found, calls[0][0]):
                     return norm, head

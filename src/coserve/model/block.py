@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from coserve.adapters.sites import Weights
@@ -102,14 +103,16 @@ class Block(ModelPart):
     """One decoder layer. `run` computes it; within the model's own forward it returns a preset answer.
 
     `path` is its name in the model, `module` the layer, `returns` the number of outputs that this model's
-    layers have in a tuple, the hidden state first (0: no tuple; set once that is known), `shortcut` a faster
-    way to the same output, which gives None where it does not lead there.
+    layers have in a tuple, the hidden state first (0: no tuple; set once that is known), `streams` the number
+    of hidden states that it has, one behind the other in a dimension of their own (Gemma 3n; side by side
+    everywhere else), `shortcut` a faster way to the same output, which gives None where it does not lead
+    there.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__()
         self.path, self.module = path, module
-        self.returns = 0
+        self.returns, self.streams = 0, 1
         self.shortcut: Callable[[Tensor, Call], Tensor | None] | None = None
         self._forward: Callable[..., Any] = module.forward
         self._answer: Callable[[Tensor, Call], Tensor] | None = None
@@ -134,10 +137,7 @@ class Block(ModelPart):
     def own(self, hidden: Tensor, call: Call) -> Tensor:
         """As `run`, without the shortcut."""
         args, kwargs = call
-        out = self._forward(hidden, *args, **kwargs)
-        hidden = out[0] if isinstance(out, tuple) else out
-        assert isinstance(hidden, Tensor)
-        return hidden
+        return hidden_of(self._forward(self._apart(hidden), *args, **kwargs))
 
     def answer_with(self, answer: Callable[[Tensor, Call], Tensor] | None) -> None:
         """Sets the layer's answer within the model's own forward; None is its real output."""
@@ -147,8 +147,18 @@ class Block(ModelPart):
         if self._answer is None:
             with self.visit(Direction.INFER):
                 return self._forward(hidden, *args, **kwargs)
-        out = self._answer(hidden, (args, kwargs))
+        out = self._apart(self._answer(hidden_of(hidden), (args, kwargs)))
         return (out, *[NOTHING] * (self.returns - 1)) if self.returns else out
+
+    def _apart(self, hidden: Tensor) -> Tensor:
+        return hidden if self.streams == 1 else torch.stack(hidden.chunk(self.streams, -1))
+
+
+def hidden_of(out: Any) -> Tensor:
+    """The hidden state [1, rows, width] that a layer returns, several side by side."""
+    hidden = out[0] if isinstance(out, tuple | list) else out
+    assert isinstance(hidden, Tensor)
+    return hidden if hidden.ndim == 3 else hidden.movedim(0, -2).flatten(-2)
 
 
 class Ends(ModelPart):

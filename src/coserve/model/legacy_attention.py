@@ -7,16 +7,17 @@ know nothing of it. The numbers are those of the distance between both, which st
 bias of a position alone would not.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from coserve.adapters.sites import decoder_layers, decoder_of
+from coserve.adapters.sites import decoder_layers
 from coserve.model.indexed_attention import choose_all_keys
+from coserve.model.told_positions import hand_positions
 
 # Positions of a model with ALiBi: the high and the low half of a position, both exact in bfloat16.
 MOST_POSITIONS: Final = 1 << 15
@@ -27,23 +28,24 @@ _WIDER: Final = 8  # numbers that ALiBi adds to a key, of which it uses six
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Has a model's attention computed by the function that is registered under a name."""
     choose_all_keys(model)
+    hand_positions(model)
+    _number(model)
     found = [(module, form) for module in model.modules() if (form := _form_of(module)) is not None]
     if not found:
         model.set_attn_implementation(name)
         return
     for module, form in found:
         form(module, model.config)
-    if counts_no_positions(model):
-        _Positions().hand_to_layers(model)
     model.config._attn_implementation_internal = name
 
 
-def counts_no_positions(model: PreTrainedModel) -> bool:
-    """Tells whether a model's positions are in its attention's biases alone, and these are known."""
-    return any(
-        type(module).__name__ == "BloomAttention" and _form_of(module) is not None
-        for module in model.modules()
-    )
+def _number(model: PreTrainedModel) -> None:
+    """Gives attention the number of its layer where it has none (GPT, Zamba's shared layers)."""
+    for number, layer in enumerate(decoder_layers(model).values()):
+        for module in layer.modules():
+            unnumbered = getattr(module, "layer_idx", 0) in (None, -1)
+            if unnumbered or type(module).__module__.endswith("modeling_openai"):
+                module.layer_idx = number  # type: ignore[assignment]
 
 
 def with_plain_linears(model: PreTrainedModel) -> None:
@@ -60,7 +62,11 @@ def _form_of(module: nn.Module) -> Callable[[Any, Any], None] | None:
     own: Any = module
     if kind.__name__ == "BloomAttention" and own.pretraining_tp > 1 and own.slow_but_exact:
         return None
-    if kind.__name__ == "FalconAttention" and own.config.alibi:  # its biases are rounded to 8 bits
+    if kind.__name__ == "FalconAttention" and own.config.alibi and own.num_heads != own.num_kv_heads:
+        return None  # a key has a bias by head
+    if kind.__name__ in _ENCODERS and not own.is_decoder:
+        return None
+    if kind.__name__ == "Attention" and not kind.__module__.endswith("modeling_openai"):
         return None
     return _FORMS.get(kind.__name__)
 
@@ -73,8 +79,8 @@ def _attend(config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor
 
 
 def _scored_apart(module: Any, config: Any) -> None:
-    """GPT-J and CodeGen have a method for scores and what follows."""
-    scale = 1 / module.scale_attn
+    """GPT-J, CodeGen and the Japanese GPT-NeoX have a method for scores and what follows."""
+    scale = 1 / (module.norm_factor if hasattr(module, "norm_factor") else module.scale_attn)
 
     def attn(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
         query, key = (x.to(value.dtype) for x in (query, key))  # CodeGen's rotary tables are in float32
@@ -98,8 +104,20 @@ def _gpt_neo(module: Any, config: Any) -> None:
     module._attn = attn
 
 
+def _openai(module: Any, config: Any) -> None:
+    """The first GPT asks for no mask."""
+
+    def attn(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Tensor]:
+        """`key` is [1, heads, width, rows]."""
+        AttentionMaskInterface()[config._attn_implementation]()
+        scaling = value.shape[-1] ** -0.5 if module.scale else 1.0
+        return [_attend(config, module, query, key.transpose(2, 3), value, scaling=scaling).transpose(1, 2)]
+
+    module._attn = attn
+
+
 def _falcon(module: Any, config: Any) -> None:
-    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, build_alibi_tensor
 
     share = module.num_heads // module.num_kv_heads if module.new_decoder_architecture else 1
 
@@ -109,7 +127,15 @@ def _falcon(module: Any, config: Any) -> None:
         split = module._split_heads(module.query_key_value(hidden_states))
         query, key, value = (x.transpose(1, 2) for x in split)
         key, value = key[:, ::share], value[:, ::share]  # which it repeats for the queries of a group
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if alibi is None:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        else:  # the rows' positions [1, rows]
+            slopes = build_alibi_tensor(
+                torch.ones_like(alibi[:, :1]).expand(1, 2), module.num_heads, torch.bfloat16
+            )
+            query, key = with_biases(query, key, slopes[:, 0, 1:] * alibi)
+            if attention_mask is not None:  # its own biases, and the least number
+                attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min
         scaling = module.inv_norm_factor
         out = _attend(config, module, query, key, value, attention_mask, scaling=scaling)
         return module.dense(out.flatten(2)), None
@@ -135,13 +161,117 @@ def _bloom(module: Any, config: Any) -> None:
     module.forward = forward
 
 
+def _mpt(module: Any, config: Any) -> None:
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    scale = float(module.softmax_scale)
+
+    def forward(
+        hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor, **_: Any
+    ) -> tuple[Tensor, None]:
+        """`position_bias` are the rows' positions [1, rows]."""
+        mixed = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+        query, key, value = (_heads(x, module.n_heads) for x in mixed.chunk(3, 2))
+        slopes = -build_mpt_alibi_tensor(module.n_heads, 2, device=query.device)[:, 0, 0] / scale
+        query, key = with_distances(query, key, position_bias, slopes)
+        mask = attention_mask if attention_mask.numel() > 1 else None  # made of NO_MASK
+        return module.out_proj(
+            _attend(config, module, query, key, value, mask, scaling=scale).flatten(2)
+        ), None
+
+    module.forward = forward
+
+
+def _scaled_before(module: Any, config: Any) -> None:
+    """XGLM, MVP and TrOCR scale queries before they split them by head."""
+
+    def forward(hidden_states: Tensor, attention_mask: Any = None, **_: Any) -> tuple[Tensor, None]:
+        query = module.q_proj(hidden_states) * module.scaling
+        states = (query, module.k_proj(hidden_states), module.v_proj(hidden_states))
+        query, key, value = (_heads(x, module.num_heads) for x in states)
+        out = _attend(config, module, query, key, value, attention_mask, scaling=1.0)
+        return module.out_proj(out.flatten(2)), None
+
+    module.forward = forward
+
+
+def _bert(module: Any, config: Any) -> None:
+    """Encoders' layers that were made decoders; RoFormer turns queries and keys by position."""
+    scaling = module.attention_head_size**-0.5
+
+    def forward(
+        hidden_states: Tensor, attention_mask: Any = None, sinusoidal_pos: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        linears = (module.query, module.key, module.value)
+        query, key, value = (_heads(linear(hidden_states), module.num_attention_heads) for linear in linears)
+        if sinusoidal_pos is not None:
+            query, key, *turned = module.apply_rotary_position_embeddings(
+                sinusoidal_pos, query, key, value if module.rotary_value else None
+            )
+            value = turned[0] if turned else value
+        out = _attend(config, module, query, key, value, attention_mask, scaling=scaling)
+        return out.flatten(2), None
+
+    module.forward = forward
+
+
+def _diffllama(module: Any, config: Any) -> None:
+    """It attends twice with the same queries and keys: here once, to both halves of the values."""
+    from transformers.models.diffllama.modeling_diffllama import apply_rotary_pos_emb
+
+    def forward(
+        hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        linears = (module.q_proj, module.k_proj, module.v_proj)
+        query, key, value = (
+            _heads(x, x.shape[-1] // module.head_dim) for x in (f(hidden_states) for f in linears)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        value = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)
+        out = _attend(config, module, query, key, value, attention_mask, scaling=module.scaling)
+        one, other = out.chunk(2, 2)
+        pairs = ((module.lambda_q1, module.lambda_k1), (module.lambda_q2, module.lambda_k2))
+        first, second = ((q * k).sum(-1, dtype=torch.float32).exp().to(query.dtype) for q, k in pairs)
+        out = module.groupnorm(one - (first - second + module.lambda_init) * other)
+        return module.o_proj(((1 - module.lambda_init) * out).flatten(2)), None
+
+    module.forward = forward
+
+
+def _heads(x: Tensor, count: int) -> Tensor:
+    """[1, rows, width] as [1, heads, rows, width of a head]."""
+    return x.view(*x.shape[:-1], count, -1).transpose(1, 2)
+
+
+_ENCODERS: Final = frozenset(
+    {"MegatronBertSelfAttention", "RemBertSelfAttention", "BigBirdSelfAttention", "RoFormerSelfAttention"}
+)
 _FORMS: Final[dict[str, Callable[[Any, Any], None]]] = {
     "GPTJAttention": _scored_apart,
     "CodeGenAttention": _scored_apart,
     "GPTNeoSelfAttention": _gpt_neo,
     "FalconAttention": _falcon,
     "BloomAttention": _bloom,
+    "GPTNeoXJapaneseAttention": _scored_apart,
+    "Attention": _openai,
+    "MptAttention": _mpt,
+    "XGLMAttention": _scaled_before,
+    "MvpAttention": _scaled_before,
+    "TrOCRAttention": _scaled_before,
+    "DiffLlamaAttention": _diffllama,
+    **dict.fromkeys(_ENCODERS, _bert),
 }
+
+
+def with_biases(query: Tensor, key: Tensor, biases: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys [1, heads, rows, width + 8] whose product is that of `query` and `key` plus the keys'
+    `biases` [heads, rows]."""
+    none = (0, _WIDER - 1)
+    ones = query.new_ones(*query.shape[:3], 1)
+    own = biases.to(key.dtype)[None, ..., None]
+    return torch.cat([query, F.pad(ones, none)], -1), torch.cat([key, F.pad(own, none)], -1)
 
 
 def with_distances(query: Tensor, key: Tensor, positions: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,30 +292,3 @@ def with_distances(query: Tensor, key: Tensor, positions: Tensor, slopes: Tensor
     assert queries.shape[-1] == keys.shape[-1] == _WIDER
     wider = keys.expand(*key.shape[:3], _WIDER)
     return torch.cat([query, queries[None]], -1), torch.cat([key, wider], -1)
-
-
-class _Positions(threading.local):
-    """Positions [1, rows] of the forward under way on this thread."""
-
-    now: Tensor | None = None
-
-    def hand_to_layers(self, model: PreTrainedModel) -> None:
-        """Has layers be called with the rows' positions in place of biases that the decoder makes: it counts
-        rows, where those of several texts are side by side."""
-        decoder_of(model).register_forward_pre_hook(self._note, with_kwargs=True)
-        for layer in decoder_layers(model).values():
-            layer.register_forward_pre_hook(self._place, with_kwargs=True)
-
-    def _note(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        positions = kwargs.pop("position_ids", None)
-        if positions is None:
-            given = args[0] if args else kwargs.get("input_ids")
-            given = kwargs["inputs_embeds"] if given is None else given
-            past = kwargs.get("past_key_values")
-            start = 0 if past is None else past.get_seq_length()
-            positions = torch.arange(start, start + given.shape[1], device=given.device)[None]
-        self.now = positions
-        return args, kwargs
-
-    def _place(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, kwargs | {"alibi": self.now}

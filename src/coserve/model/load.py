@@ -145,7 +145,7 @@ def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[N
     a block at the latest when the pass comes to it."""
     masks = Masks(base.model.config.model_type)
     for block in base.chain:
-        block.returns = own.returns
+        block.returns, block.streams = own.returns, own.streams
     _fit(base, masks, placed)
     _tell_positions(base)
     prove(base, own, masks, shorten=partial(find_native_layers, base))
@@ -277,6 +277,7 @@ class _Looking(FusedRows):
         super().__init__([part], [])
         self._rows = part.count
         self.seen: set[str] = set()
+        self.again: set[str] = set()  # linears that a layer calls twice (Gemma 3n's routers)
         self._given: list[tuple[str, Tensor, int]] = []  # with its version, as a tensor counts writes to it
 
     @property
@@ -285,6 +286,8 @@ class _Looking(FusedRows):
         return {path for path, y, version in self._given if y._version > version}
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
+        if path in self.seen:
+            self.again.add(path)
         if x.shape[:-1].numel() == self._rows:
             self.seen.add(path)
         y = super().linear(path, placement, x)
@@ -312,8 +315,9 @@ def _look(base: Base) -> _Looking:
 
 def _keep_sites_of_rows(base: Base, looking: _Looking) -> None:
     """Drops sites whose tensors do not lead with rows, such as norms over heads: rows could not be
-    assigned."""
-    base.sites = {path: site for path, site in base.sites.items() if path in looking.seen}
+    assigned; and linears that are called twice, of which training keeps one output."""
+    kept = looking.seen - looking.again
+    base.sites = {path: site for path, site in base.sites.items() if path in kept}
 
 
 def _hand_over_copies(base: Base, looking: _Looking) -> None:

@@ -28,7 +28,7 @@ class Masks:
     unlimited."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name, self._none = name, NO_MASK if name == "mpt" else None  # which MPT would convert
         self.windows: set[int | None] = set()
         self._own = _Own()
 
@@ -44,8 +44,8 @@ class Masks:
     def make(self, *args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
         """Mask for transformers, with the arguments of its `sdpa_mask`."""
         self.windows.add(local_size)
-        if not self._own.checked:
-            return None
+        if not self._own.checked or not (args or kwargs):
+            return self._none
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask: Tensor | None = sdpa_mask(*args, local_size=local_size, **kwargs)
         return mask
@@ -57,7 +57,7 @@ class Masks:
         The module tells that it looks ahead: in a model with little training that changes less than low
         precision, so the probe might miss it.
         """
-        if getattr(attention, "is_causal", True) is False:
+        if getattr(attention, "is_causal", True) is False and not getattr(attention, "is_decoder", False):
             raise encoder(self._name)
         if mask is None or mask is NO_MASK:
             return

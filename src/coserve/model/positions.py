@@ -13,6 +13,10 @@ from typing import Any, Final
 from coserve.model.legacy_attention import MOST_POSITIONS
 
 _UNLIMITED: Final = 1 << 30
+# Types that count positions from behind that of their padding token (`told_positions.py`).
+_BEHIND_PADDING: Final = frozenset(
+    {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+)
 
 
 def positions_of(text: Any) -> int:
@@ -21,12 +25,13 @@ def positions_of(text: Any) -> int:
 
 
 def _lengths(text: Any) -> Iterator[int]:
-    if longest := getattr(text, "max_position_embeddings", None):
-        yield int(longest)
-    if text.model_type == "bloom":
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest := longest or getattr(text, "max_seq_len", None):
+        yield int(longest) - (int(text.pad_token_id) + 1 if text.model_type in _BEHIND_PADDING else 0)
+    if text.model_type in ("bloom", "mpt"):
         yield MOST_POSITIONS
     if "indexed_attention" in (getattr(text, "layer_types", None) or ()):
-        yield int(text.index_topk)
+        yield int(getattr(text, "index_topk", 0) or text.indexer_budget)
     rope = getattr(text, "rope_parameters", None) or {}
     for own in (rope, *(each for each in rope.values() if isinstance(each, dict))):
         if own.get("rope_type") in ("longrope", "dynamic"):

@@ -30,6 +30,7 @@ from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.base import Base, is_without_data
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
+from coserve.model.block import hidden_of
 from coserve.model.lockstep import in_lockstep
 from coserve.model.masks import Masks
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_rows
@@ -48,20 +49,23 @@ _SAME: Final = 1e-5  # relative difference of two forwards that do the same arit
 class Own:
     """Results of the model's own forward on each of the probe's prompts: `hidden` [1, rows, width] behind
     each layer, `logits` [rows, vocabulary], and its routers' choices. `returns` is the number of
-    outputs of its layers, 0 where that is the hidden state alone, in no tuple."""
+    outputs of its layers, 0 where that is the hidden state alone, in no tuple, `streams` that
+    of its hidden states."""
 
     prompts: list[Tensor]
     hidden: list[list[Tensor]]
     logits: list[Tensor]
     choices: list[list[Tensor]]
     returns: int
+    streams: int
 
 
 def draw(base: Base, *lengths: int) -> list[Tensor]:
     """Prompts of random tokens from a fixed seed, on the base's device: the model's own may be that of layers
     that are not loaded yet."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = base.model.get_input_embeddings().weight.shape[0]
+    embedded = base.model.get_input_embeddings().weight.shape[0]  # of which the head may lack the last ones
+    vocabulary = min(embedded, base.vocabulary or embedded)
     return [
         torch.randint(0, vocabulary, (length,), generator=generator).to(base.device) for length in lengths
     ]
@@ -103,13 +107,15 @@ def own_forward(base: Base) -> Own:
                 parts = [[first, last], [second]]
         parts = parts or [[part] for part in in_lockstep(base.chain.blocks, whole)]
     out = parts[0][0].outputs[0]
-    returns = len(out) if isinstance(out, tuple) else 0
+    returns = len(out) if isinstance(out, tuple | list) else 0
+    hidden = out[0] if returns else out
     return Own(
         prompts,
         [[torch.cat(outs, 1) for outs in zip(*(p.hidden for p in own), strict=True)] for own in parts],
         [torch.cat([part.logits for part in own]) for own in parts],
         [[torch.cat(rows) for rows in zip(*(part.choices for part in own), strict=True)] for own in parts],
         returns,
+        len(hidden) if hidden.ndim == 4 else 1,
     )
 
 
@@ -124,7 +130,7 @@ class _OwnPart:
     @property
     def hidden(self) -> list[Tensor]:
         """Hidden states [1, rows, width] behind each layer."""
-        return [out[0] if isinstance(out, tuple) else out for out in self.outputs]
+        return [hidden_of(out) for out in self.outputs]
 
 
 Run = Callable[[Tensor, Mapping[str, Any]], "_OwnPart"]
@@ -296,8 +302,16 @@ class _Far:
         rows = FusedRows([ProbeRows(_FAR_ROWS, self._before)], [])
         with base.cell.set(rows), self._masks.checked():
             # Bamba counts from 0 unless it is told the positions, as `generate` does.
-            told = {"position_ids": self._positions[None]} if base.mixers else {}
-            out = base.model(input_ids=self._tokens[None], past_key_values=preceding, use_cache=True, **told)
+            # The first GPT knows no cache.
+            is_told = (
+                base.mixers or "past_key_values" not in signature(decoder_of(base.model).forward).parameters
+            )
+            told = {"position_ids": self._positions[None]} if is_told else {}
+            given = {"input_ids": self._tokens[None], "past_key_values": preceding, **told}
+            try:
+                out = base.model(**given, use_cache=True)
+            except ValueError:  # of a model that creates its own kind of caches (MiniMax)
+                out = base.model(**given, use_cache=False)
         self._want: Tensor = out.logits[0]
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ called for each sequence's rows, or for several sequences of equal length, with 
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Final
 
@@ -81,6 +81,13 @@ class WindowCache:
         self.after["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """See transformers' `MiniMaxCache`, here and below."""
+        return self._get(("recurrent", 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def is_recording_past(self, layer_idx: int) -> bool:
         return self._is_recording
 
@@ -107,9 +114,9 @@ class _Flat:
 class _Anatomy:
     """Uses that a mixer makes of a cache and its linears: the names of its first argument and of its cache,
     its states, its flat linears in order, the linear that gives its output (empty where none does), the width
-    behind which that stands, and the number of values that it returns (0: one, in no tuple). One that goes on
-    `by_rows` starts a window of several rows without a state, and is called for each row after one (Mamba
-    1)."""
+    behind which that stands, the number of values that it returns (0: one, in no tuple), and the names of its
+    `others`, arguments without a default, which it is given None for. One that goes on `by_rows` starts a
+    window of several rows without a state, and is called for each row after one (Mamba 1)."""
 
     first: str
     argument: str
@@ -119,7 +126,12 @@ class _Anatomy:
     last: str
     width: int
     returns: int
+    others: tuple[str, ...] = ()
     by_rows: bool = False
+
+    def given(self, cache: WindowCache) -> dict[str, Any]:
+        """The arguments beside the first one."""
+        return {self.argument: cache, **dict.fromkeys(self.others)}
 
 
 class Mixer:
@@ -154,7 +166,7 @@ class Mixer:
             x = self._like.new_empty(1, rows, width).normal_().requires_grad_()
             saving = torch.autograd.graph.saved_tensors_hooks(note, _same)
             with torch.enable_grad(), saving, self._block.visit(Direction.BACKWARD):
-                self.forward(x, **{self.anatomy.argument: WindowCache({}, True)})
+                self.forward(x, **self.anatomy.given(WindowCache({}, True)))
             self._graphs[rows] = sum(x.untyped_storage().nbytes() for x in kept.values())
         return self._graphs.get(rows, 0)
 
@@ -183,35 +195,45 @@ class MixerRun:
         self.number, self.layer = mixer.number, mixer.layer
         self._mixer, self._hidden, self._given = mixer, hidden, given
 
-    def run(self, rows: slice, batch: int, before: States | None) -> tuple[Tensor, States]:
+    def run(
+        self, rows: slice, batch: int, before: States | None, trains: bool = False
+    ) -> tuple[Tensor, States]:
         """See `Core`. In a graph the states are in it, too."""
         x, given = _of(self._hidden, rows, batch), {p: _of(y, rows, batch) for p, y in self._given.items()}
         if before is None or not self._mixer.anatomy.by_rows:
-            out, before = self._call(x, given, before)
+            several: Tensor | None = None
+            if trains and before is not None and x.shape[1] == 1:
+                twice = {path: y.repeat(1, 2, 1) for path, y in given.items()}
+                several = self._call(x.repeat(1, 2, 1), twice, before, trains)[0][:, :1]
+            out, before = self._call(x, given, before, trains)  # which may write into them
+            out = out if several is None else several
         else:
             outputs = []
             for row in range(x.shape[1]):
                 one = slice(row, row + 1)
-                out, before = self._call(x[:, one], {path: y[:, one] for path, y in given.items()}, before)
+                own = {path: y[:, one] for path, y in given.items()}
+                out, before = self._call(x[:, one], own, before, trains)
                 outputs.append(out)
             out = torch.cat(outputs, 1)
         return out.reshape(1, -1, out.shape[-1]), before
 
-    def _call(self, x: Tensor, given: Mapping[str, Tensor], before: States | None) -> tuple[Tensor, States]:
+    def _call(
+        self, x: Tensor, given: Mapping[str, Tensor], before: States | None, trains: bool
+    ) -> tuple[Tensor, States]:
         """The mixer's own forward of x [batch, rows, width], without the linear behind it; and the states."""
         its, cell = self._mixer.anatomy, self._mixer.cell
         is_one, in_graph = x.shape[1] == 1, torch.is_grad_enabled()
         states = dict(zip(its.keys, before or (), strict=before is not None))
         if is_one and in_graph:  # written in place, which a leaf does not allow
             states = {key: state.clone() for key, state in states.items()}
-        cache = WindowCache(states, in_graph or not is_one)
+        cache = WindowCache(states, in_graph or trains or not is_one)
         inside = _Inside(its.last, given)
         # What is written in place was saved for the gradient before.
         saving = torch.autograd.graph.saved_tensors_hooks(torch.clone, _same) if is_one and in_graph else None
         outside, cell.rows = cell.rows, inside
         try:
             with saving or nullcontext():
-                out = self._mixer.forward(x, **{its.argument: cache})
+                out = self._mixer.forward(x, **its.given(cache))
         finally:
             cell.rows = outside
         found = out[0] if isinstance(out, tuple) else out
@@ -281,7 +303,8 @@ def find_mixers(base: Base) -> list[Mixer]:
 
 def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     """The anatomy of a module that uses states of a cache; None for any other."""
-    names = [*signature(type(module).forward).parameters][1:]
+    parameters = [*signature(type(module).forward).parameters.values()][1:]
+    names = [each.name for each in parameters]
     argument = next((name for name in _ARGUMENTS if name in names), None)
     if argument is None:
         return None
@@ -289,6 +312,11 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     like = next(module.parameters(), None)
     if like is None:
         return None
+    others = tuple(
+        each.name
+        for each in parameters[1:]
+        if each.name != argument and each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+    )
     cache, calls = WindowCache({}, True), list[tuple[str, Tensor, Tensor]]()
     hidden = torch.randn(1, _ROWS, text.hidden_size, generator=torch.Generator().manual_seed(0))
     hidden = hidden.to(base.device, base.dtype)
@@ -298,7 +326,7 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
                 hook = _Noting(f"{path}.{name}", calls)
                 hooks.callback(linear.register_forward_hook(hook).remove)
         try:
-            out = module(hidden, **{argument: cache})
+            out = module(hidden, **{argument: cache}, **dict.fromkeys(others))
         except Exception as error:
             if not cache.is_asked:
                 return None  # attention, which asks for other arguments
@@ -314,15 +342,15 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     width = next((x.shape[-1] for name, x, _ in calls if name == last), returned.shape[-1])
     flat = _flat(module, hidden, [call for call in calls if call[0] != last])
     returns = len(out) if isinstance(out, tuple) else 0
-    by_rows = _forgets(module, argument, hidden, cache.after)
-    return _Anatomy(names[0], argument, keys, shapes, flat, last, width, returns, by_rows)
+    anatomy = _Anatomy(names[0], argument, keys, shapes, flat, last, width, returns, others)
+    return replace(anatomy, by_rows=_forgets(module, anatomy, hidden, cache.after))
 
 
-def _forgets(module: nn.Module, argument: str, hidden: Tensor, states: Mapping[StateKey, Tensor]) -> bool:
+def _forgets(module: nn.Module, anatomy: _Anatomy, hidden: Tensor, states: Mapping[StateKey, Tensor]) -> bool:
     """Tells whether one of the states makes no difference to a window of several rows."""
 
     def run(given: Mapping[StateKey, Tensor]) -> Tensor:
-        out = module(hidden, **{argument: WindowCache(given, True)})
+        out = module(hidden, **anatomy.given(WindowCache(given, True)))
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 

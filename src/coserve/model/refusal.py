@@ -9,16 +9,14 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any, Final
 
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
-from coserve.adapters.sites import decoder_of
 from coserve.errors import CoserveError, ModelError, UnsupportedModel
 from coserve.memory.exhausted import is_out_of_memory
-from coserve.model.legacy_attention import counts_no_positions
+from coserve.model.told_positions import can_be_told
 
 ENCODER_DECODER: Final = "it is an encoder-decoder model"
 INSTEAD: Final = "use a decoder such as Llama, Qwen3 or Gemma 3"
@@ -89,17 +87,12 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
         raise unsupported(name, "its sparse attention chooses keys by an index of its own")
     if getattr(text, "cross_attention_layers", None):
         raise unsupported(name, "some of its layers attend to images instead of text")
-    if model is not None and text.model_type.startswith("gemma3n"):
-        raise unsupported(name, "it carries several hidden states from layer to layer")
+    if model is not None and model.get_output_embeddings() is None:
+        raise unsupported(name, "its head is not where transformers says")
     # Where all layers are recurrent there may be no positions; the proof sees one that counts its own.
-    is_told = model is None or takes_positions(model)
+    is_told = model is None or can_be_told(model)
     if not (is_told or getattr(model, "_is_stateful", False)):
         raise unsupported(name, "it counts positions itself, where rows of several texts have their own")
-
-
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Tells whether a model is told the positions of its rows, or its biases are (`legacy_attention.py`)."""
-    return "position_ids" in signature(decoder_of(model).forward).parameters or counts_no_positions(model)
 
 
 def refuse_quantized(fields: Mapping[str, Any], made_of: str = "") -> None:

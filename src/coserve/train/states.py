@@ -75,7 +75,7 @@ def mix_window(core: Core, window: Window, start: int, before: States | None) ->
     ends = [window.pieces[0] + window.past, *window.pieces[1:]]
     for first, count in equal_lengths(window.pieces, ends):
         stop = start + count * window.pieces[first]
-        out, after = core.run(slice(start, stop), count, before if first == 0 else None)
+        out, after = core.run(slice(start, stop), count, before if first == 0 else None, trains=True)
         outputs.append(out)
         start = stop
     return concat_rows(outputs, 1), tuple(x[-1:] for x in after)

@@ -5,7 +5,7 @@ import torch
 
 from coserve.kernels import reference
 from coserve.kernels.attention import causal_mask
-from coserve.model.legacy_attention import MOST_POSITIONS, with_distances
+from coserve.model.legacy_attention import MOST_POSITIONS, with_biases, with_distances
 
 
 def test_widened_products_are_those_with_a_bias() -> None:
@@ -23,6 +23,15 @@ def test_widened_products_are_those_with_a_bias() -> None:
     scores = q @ k.transpose(2, 3) * scale + slopes[:, None, None] * torch.arange(rows)
     wanted = scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v
     assert torch.allclose(found, wanted, rtol=0, atol=1e-9), seed
+
+
+def test_a_bias_by_key_is_a_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 3, 5, 4, generator=generator)
+    biases = torch.randn(3, 5, generator=generator)
+    wider, keys = with_biases(q, k, biases)
+    wanted = q @ k.transpose(2, 3) + biases[None, :, None]
+    assert torch.allclose(wider @ keys.transpose(2, 3), wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

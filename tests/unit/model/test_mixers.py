@@ -6,8 +6,10 @@ import random
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
+from coserve.model.linear import frozen
 from coserve.model.load import load_base
-from coserve.model.recurrent import Mixer, WindowCache
+from coserve.model.recurrent import Mixer, MixerRun, WindowCache
+from coserve_benchmarks.models import shrunk
 from models import tiny
 from recurrent import build
 
@@ -48,6 +50,27 @@ def test_one_that_forgets_its_state_goes_by_rows() -> None:
     base = load_base(build("mamba"))
     inside = [path for path in base.linears if path.endswith(("x_proj", "dt_proj"))]
     assert len(inside) == 4 and not set(inside) & set(base.sites)
+
+
+@torch.no_grad()
+def test_a_row_that_trains_after_a_state_is_as_among_several() -> None:
+    """Nemotron H has a least time step for several rows and none for one, so a decoded row is another."""
+    fields = {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2, "time_step_min": 0.05}
+    model = shrunk.build("nemotron_h", **fields)
+    model.model.layers[0].mixer.dt_bias.sub_(12.0)
+    base = load_base(model)
+    (mixer,) = base.mixers
+    assert isinstance(mixer, Mixer)
+    hidden = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(0))
+    paths = [flat.path for flat in mixer.anatomy.flat]
+    run = MixerRun(mixer, hidden, {p: frozen(hidden, base.linears[p].placement) for p in paths})
+    whole, _ = run.run(slice(0, 6), 1, None)
+    _, before = run.run(slice(0, 5), 1, None)
+    kept = [state.clone() for state in before]
+    trained, _ = run.run(slice(5, 6), 1, before, trains=True)
+    assert torch.allclose(trained, whole[:, 5:], rtol=0, atol=1e-6 * float(whole.abs().max()))
+    decoded, _ = run.run(slice(5, 6), 1, tuple(kept))
+    assert float((decoded - whole[:, 5:]).abs().max()) > 1e-3 * float(whole.abs().max())
 
 
 def test_a_window_cache_keeps_the_columns_that_transformers_keeps() -> None:

@@ -111,7 +111,7 @@ def input_bytes(base: Base) -> int:
     """Bytes that a row's layer inputs, keys and values take, and what keys and values are owed."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
     cached = sum(cache.width for cache in base.caches)
-    return base.depth * base.hidden_size * width + cached * (width + exact)
+    return base.depth * base.streams * base.hidden_size * width + cached * (width + exact)
 
 
 def _room(base: Base, keep: SavePolicySetting, rows: int) -> float:

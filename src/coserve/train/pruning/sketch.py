@@ -90,6 +90,7 @@ class Sketch:
         self.layers = decoder_layers(model)
         self.sites, self.modules = find_sites(model, self.layers), Modules.of(model)
         self.hidden_size = layer_width(model)
+        self.streams: tuple[int, ...] = ()  # the number of hidden states that layers hand on, if several
         self.frozen = SketchParameters(model, self.sites, self.mode)
         self.calls = self._learn_calls()
         self.caches = [found[layer] for layer in sorted(found)]
@@ -99,9 +100,9 @@ class Sketch:
         return len(self.layers)
 
     def hidden(self) -> Tensor:
-        """A layer's input, or the gradient for its output, [1, ROWS, width]."""
+        """A layer's input, or the gradient for its output, [1, ROWS, width], or several."""
         with self.mode:
-            return torch.empty(1, ROWS, self.hidden_size, dtype=DTYPE)
+            return torch.empty(*self.streams, 1, ROWS, self.hidden_size, dtype=DTYPE)
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape and type, without its values."""
@@ -133,6 +134,7 @@ class Sketch:
         calls: list[Called] = []
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.streams = tuple(args[0].shape[:-3])
             calls.append(Called(args[1:], kwargs))
 
         seen: set[str] = set()
