@@ -19,6 +19,7 @@ from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.sites import Kind
 from coserve.errors import AdapterMismatch, ConfigError, CoserveError, UnsupportedModel
+from coserve.schedule import kept_states
 from coserve.train.example import Example
 from models import Exact, logits_of, lora_parameters, prompts, save
 from passages import LORA, Case, Passage, examples, mean_loss, worst
@@ -176,7 +177,7 @@ def test_no_example_sees_its_neighbour(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
 def test_preempted_sequences_begin_again(name: str) -> None:
-    """Pages are for some of four answers; an equal prompt shares nothing, as a page has no state."""
+    """Pages are for some of four answers."""
     with Exact():
         asked = prompts(random.Random(3), (30, 25, 20, 28))
         served, oracle = engine_of(name, torch.float64, cache_tokens=96), build(name, torch.float64)
@@ -187,7 +188,41 @@ def test_preempted_sequences_begin_again(name: str) -> None:
         served.run()
         for prompt, answer in zip([*asked, asked[0]], given, strict=True):
             expect_own(answer.result(), prompt, oracle, 1e-9)
-        assert served.stats().preemptions > 0 and served.stats().found_tokens == 0
+        assert served.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_prompts_begin_with_kept_states(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that begin alike, with two adapters and the base, while others decode; states and pages are for
+    some of them. One that shares nothing computes all of it."""
+    monkeypatch.setattr(kept_states, "EVERY", 16)
+    monkeypatch.setattr(kept_states, "_LEAST", 4)
+    with Exact():
+        served = engine_of(name, torch.float64, cache_tokens=320, max_running=8)
+        oracles: list[torch.nn.Module] = [build(name, torch.float64)]
+        for seed in (1, 2):
+            adapted = with_adapter(name, targets(name), torch.float64, seed)
+            adapted.save_pretrained(str(tmp_path / str(seed)))
+            served.adapters.load(str(seed), tmp_path / str(seed))
+            oracles.append(adapted)
+        draws = random.Random(name)
+        beginnings = prompts(draws, (50, 50))
+        sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, logprobs=0)
+        asked = []
+        for number in range(18):
+            begun = draws.choice(beginnings)[: draws.choice([20, 33, 50])]
+            prompt, kind = [*begun, *prompts(draws, [draws.choice([1, 7])])[0]], draws.choice([0, 0, 1, 2])
+            handle = served.generate(prompt, adapter=str(kind) if kind else None, sampling=sampling)
+            asked.append((handle, prompt, kind))
+            for _ in range(draws.randint(0, 9)):
+                served.step()
+        served.run()
+        for handle, prompt, kind in asked:
+            expect_own(handle.result(), prompt, oracles[kind], 1e-9)
+        found = served.stats().found_tokens
+        assert found >= 100
+        served.generate(asked[0][1], sampling=sampling, scope=None).result()
+        assert served.stats().found_tokens == found
 
 
 @pytest.mark.local

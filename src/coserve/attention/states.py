@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from coserve.kernels.recurrent import StatePlaces
+
 States = tuple[Tensor, ...]  # a mixer's, of sequences side by side: [sequences, ...] each
 
 
@@ -55,6 +57,10 @@ class Core(Protocol):
         other, and the states after them. `before` are those before the rows; None is the state of a sequence
         that begins. A run of one row each may write into `before`."""
 
+    def update(self, rows: slice, states: Sequence[StatePlaces]) -> Tensor | None:
+        """As `run` for one row each of sequences that go on, whose states are read and written where they lie;
+        None, with nothing written, where no kernel does that."""
+
     def zeros(self, rows: int) -> Tensor:
         """The output of rows of no sequence."""
 
@@ -63,9 +69,16 @@ class StateStore:
     """States of all mixers for `sequences` sequences on a `device`, in two halves of which one has a
     sequence's current ones."""
 
-    def __init__(self, mixers: Sequence[Sequence[StateShape]], sequences: int, device: torch.device) -> None:
+    def __init__(
+        self, mixers: Sequence[Sequence[StateShape]], sequences: int, device: torch.device, slots: int = 0
+    ) -> None:
+        """With so many `slots` for states that are kept beside those of sequences."""
+        self.slots, self._first_slot = slots, 2 * sequences
         self._states = [
-            tuple(torch.zeros(2 * sequences, *own.shape, dtype=own.dtype, device=device) for own in shapes)
+            tuple(
+                torch.zeros(2 * sequences + slots, *own.shape, dtype=own.dtype, device=device)
+                for own in shapes
+            )
             for shapes in mixers
         ]
         self._current = [0] * sequences  # the half that has a sequence's state
@@ -74,6 +87,10 @@ class StateStore:
     def nbytes(self) -> int:
         """Bytes of all states."""
         return sum(state.nbytes for states in self._states for state in states)
+
+    def at(self, number: int, before: Tensor, after: Tensor) -> list[StatePlaces]:
+        """A mixer's states at these places [n] before a pass and after it."""
+        return [StatePlaces(state, before, after) for state in self._states[number]]
 
     def read(self, number: int, places: Tensor) -> States:
         """Copies of a mixer's states at these places [n]."""
@@ -89,6 +106,19 @@ class StateStore:
         under way."""
         places = [2 * line + (self._current[line] ^ after) for line in lines]
         return torch.tensor(places, device=self._states[0][0].device)
+
+    def keep(self, line: int, slot: int) -> None:
+        """Copies the current states of a sequence to a slot."""
+        self._copy(2 * line + self._current[line], self._first_slot + slot)
+
+    def begin(self, line: int, slot: int) -> None:
+        """Makes the states in a slot the current ones of a sequence."""
+        self._copy(self._first_slot + slot, 2 * line + self._current[line])
+
+    def _copy(self, source: int, target: int) -> None:
+        for states in self._states:
+            for state in states:
+                state[target] = state[source]
 
     def turn(self, lines: Sequence[int]) -> None:
         """Makes the states that were written for these sequences their current ones."""
@@ -130,9 +160,13 @@ class PassStates:
         """A mixer's output [1, count, width] for the pass's rows and padding behind them."""
         outputs = []
         for call in self._calls:
-            before = None if call.before is None else self._store.read(core.number, call.before)
-            out, after = core.run(call.rows, call.batch, before)
-            self._store.write(core.number, call.after, after)
+            out = None
+            if call.before is not None and call.rows.stop - call.rows.start == call.batch:
+                out = core.update(call.rows, self._store.at(core.number, call.before, call.after))
+            if out is None:
+                before = None if call.before is None else self._store.read(core.number, call.before)
+                out, after = core.run(call.rows, call.batch, before)
+                self._store.write(core.number, call.after, after)
             outputs.append(out)
         if count > self._rows:
             outputs.append(core.zeros(count - self._rows))

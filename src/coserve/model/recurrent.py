@@ -24,9 +24,12 @@ from transformers.pytorch_utils import Conv1D
 from coserve.attention.states import States, StateShape
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.native import ops
+from coserve.kernels.recurrent import StatePlaces
 from coserve.memory.fake_tensors import is_fake
 from coserve.model.base import Base
 from coserve.model.linear import FrozenLinear, frozen
+from coserve.model.native_mixer import updates_places
 from coserve.model.placement import Placement
 from coserve.model.refusal import unsupported
 
@@ -41,19 +44,19 @@ class WindowCache:
     """The cache that a mixer is given for one window of rows: their states before, and after the run.
 
     One that `is_recording` has convolutions return their columns as a graph; else a window of one row takes
-    the way of decode rows, which write states in place.
+    the way of decode rows, which write states in place. States before may be `StatePlaces` then.
     """
 
-    def __init__(self, before: Mapping[StateKey, Tensor], is_recording: bool) -> None:
+    def __init__(self, before: Mapping[StateKey, Any], is_recording: bool) -> None:
         self.before, self._is_recording = before, is_recording
-        self.after: dict[StateKey, Tensor] = {}
+        self.after: dict[StateKey, Any] = {}
         self.is_asked = False  # whether it was used as a cache of states
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """See transformers' `Cache`, here and below."""
         return self._get(("conv", state_idx))
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         return self._get(("recurrent", state_idx))
 
     def update_conv_state(
@@ -88,7 +91,7 @@ class WindowCache:
         self.is_asked = True
         return bool(self.before)
 
-    def _get(self, key: StateKey) -> Tensor | None:
+    def _get(self, key: StateKey) -> Any:
         self.is_asked = True
         return self.before.get(key)
 
@@ -109,7 +112,7 @@ class _Anatomy:
     its states, its flat linears in order, the linear that gives its output (empty where none does), the width
     behind which that stands, and the number of values that it returns (0: one, in no tuple). One that goes on
     `by_rows` starts a window of several rows without a state, and is called for each row after one (Mamba
-    1)."""
+    1). One that is `in_place` takes `StatePlaces` as states of decode rows."""
 
     first: str
     argument: str
@@ -120,6 +123,7 @@ class _Anatomy:
     width: int
     returns: int
     by_rows: bool = False
+    in_place: bool = False
 
 
 class Mixer:
@@ -197,7 +201,18 @@ class MixerRun:
             out = torch.cat(outputs, 1)
         return out.reshape(1, -1, out.shape[-1]), before
 
-    def _call(self, x: Tensor, given: Mapping[str, Tensor], before: States | None) -> tuple[Tensor, States]:
+    def update(self, rows: slice, states: Sequence[StatePlaces]) -> Tensor | None:
+        """See `Core`."""
+        if not self._mixer.anatomy.in_place or not ops.takes(self._hidden):
+            return None
+        count = rows.stop - rows.start
+        x, given = _of(self._hidden, rows, count), {p: _of(y, rows, count) for p, y in self._given.items()}
+        out, _ = self._call(x, given, states)
+        return out.reshape(1, -1, out.shape[-1])
+
+    def _call(
+        self, x: Tensor, given: Mapping[str, Tensor], before: Sequence[Any] | None
+    ) -> tuple[Tensor, States]:
         """The mixer's own forward of x [batch, rows, width], without the linear behind it; and the states."""
         its, cell = self._mixer.anatomy, self._mixer.cell
         is_one, in_graph = x.shape[1] == 1, torch.is_grad_enabled()
@@ -315,7 +330,14 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     flat = _flat(module, hidden, [call for call in calls if call[0] != last])
     returns = len(out) if isinstance(out, tuple) else 0
     by_rows = _forgets(module, argument, hidden, cache.after)
-    return _Anatomy(names[0], argument, keys, shapes, flat, last, width, returns, by_rows)
+
+    def decode(given: Mapping[StateKey, Any]) -> tuple[Tensor, Mapping[StateKey, Any]]:
+        own = WindowCache(given, False)
+        out = module(hidden[:, :2].transpose(0, 1), **{argument: own})
+        return (out[0] if isinstance(out, tuple) else out), {**given, **own.after}
+
+    in_place = updates_places(module, decode, cache.after)
+    return _Anatomy(names[0], argument, keys, shapes, flat, last, width, returns, by_rows, in_place)
 
 
 def _forgets(module: nn.Module, argument: str, hidden: Tensor, states: Mapping[StateKey, Tensor]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, PageCopy
 from coserve.attention.states import PassStates, StateStore
-from coserve.core.plan import InferenceSegment
+from coserve.core.plan import InferenceSegment, StateMove
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence as Answer
 from coserve.errors import CoserveError, TogetherFailed
@@ -155,6 +155,18 @@ class SequenceTable:
             block_table, self._tensor(positions), query_lens, seq_lens, num_decodes
         )
         return tokens, common
+
+    def begin_states(self, moves: Iterable[StateMove]) -> None:
+        """Has sequences begin with states that were kept."""
+        for move in moves:
+            if self.states is not None and not move.keeps:
+                self.states.begin(self._rows[move.key], move.slot)
+
+    def keep_states(self, moves: Iterable[StateMove]) -> None:
+        """Keeps states of sequences."""
+        for move in moves:
+            if self.states is not None and move.keeps:
+                self.states.keep(self._rows[move.key], move.slot)
 
     def pass_states(
         self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata
