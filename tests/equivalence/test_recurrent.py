@@ -220,7 +220,7 @@ def test_prompts_begin_with_kept_states(name: str, tmp_path: Path, monkeypatch: 
         for handle, prompt, kind in asked:
             expect_own(handle.result(), prompt, oracles[kind], 1e-9)
         found = served.stats().found_tokens
-        assert found >= 100
+        assert found >= 48
         served.generate(asked[0][1], sampling=sampling, scope=None).result()
         assert served.stats().found_tokens == found
 
