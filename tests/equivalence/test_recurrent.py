@@ -8,6 +8,7 @@ import itertools
 import random
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.sites import Kind
+from coserve.core.plan import TokenLogprobs
 from coserve.errors import AdapterMismatch, ConfigError, CoserveError, UnsupportedModel
 from coserve.schedule import kept_states
 from coserve.train.example import Example
@@ -40,6 +42,11 @@ def targets(name: str) -> list[str]:
     """The linears of a model's layers that an adapter may stand at."""
     base = engine_of(name).base
     return [p for p, s in base.sites.items() if s.kind is Kind.LINEAR and 0 <= s.stage < base.depth]
+
+
+class Answered(NamedTuple):
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
 
 
 def expect_own(answer: object, prompt: list[int], oracle: torch.nn.Module, near: float = NEAR) -> None:
@@ -225,6 +232,41 @@ def test_prompts_begin_with_kept_states(name: str, tmp_path: Path, monkeypatch: 
         assert served.stats().found_tokens == found
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+def test_deterministic_answers_and_jobs_are_the_same_bits(name: str) -> None:
+    """Alone, in a crowd, in other chunks, after preemption and from kept states; a job beside them. And the
+    answers are the model's own."""
+    asked = prompts(random.Random(name), (30, 21, 1, 30))
+    asked[-1][:26] = asked[0][:26]
+    sampling = SamplingParams(max_tokens=2 * ANSWER, ignore_eos=True, logprobs=2)
+    data, oracle = job_examples(3, (9, 40, 25, 33, 12, 7)), build(name)
+    settings = TrainingConfig(batch_size=2, rows=64, learning_rate=1e-2)
+
+    def made(chunk: int, **fields: object) -> Engine:
+        scheduler = {"training_window": 16, "max_prefill_rows": chunk, "min_prefill_rows": 1}
+        return engine_of(name, deterministic=True, scheduler=scheduler, **fields)
+
+    def told(served: Engine, together: bool, trains: bool = True) -> tuple[object, object]:
+        job = served.finetune(data, "own", LoRAConfig(rank=4), settings) if trains else None
+        given = []
+        for prompt in asked:
+            given.append(served.generate(prompt, sampling=sampling))
+            if not together:
+                served.run()
+        served.run()
+        losses = [step.loss for step in job.history] if job else []
+        return [(answer.result().tokens, answer.result().logprobs) for answer in given], losses
+
+    alone, losses = told(made(16), False)
+    assert len(losses) == 3  # type: ignore[arg-type]
+    assert told(made(64), True) == (alone, losses)
+    crowded = made(5, cache_tokens=64)
+    assert told(crowded, True, trains=False) == (alone, [])
+    assert crowded.stats().preemptions > 0
+    for prompt, (tokens, logprobs) in zip(asked, alone, strict=True):  # type: ignore[call-overload]
+        expect_own(Answered(tokens, logprobs), prompt, oracle)
+
+
 @pytest.mark.local
 def test_a_pass_that_failed_is_repeated_from_the_states_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory runs out behind the layers of some passes, which have written states by then: for all together,
@@ -289,5 +331,5 @@ def test_what_does_not_go_with_states_is_refused_in_a_sentence() -> None:
         served.generate([1] * 80, sampling=SamplingParams(max_tokens=5)).result()
     with pytest.raises(ConfigError, match="training_window is a number"):
         engine_of("falcon_h1", scheduler={"training_window": None})
-    with pytest.raises(UnsupportedModel, match="cannot be run in the deterministic mode: how its recurrent"):
-        engine_of("falcon_h1", deterministic=True, scheduler={})
+    with pytest.raises(UnsupportedModel, match="how many rows its experts multiply"):
+        engine_of("qwen3_next", deterministic=True, scheduler={})

@@ -8,7 +8,7 @@ halves of its sequences change places when the pass counts (`PassStates.commit`)
 be run again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,10 +34,12 @@ class StateShape:
 
 
 class RecurrentMixer(Protocol):
-    """A recurrent mixer of a base, in layer `layer`, whose state is tensors of these `shapes`."""
+    """A recurrent mixer of a base, the module at `path` in layer `layer`, whose state is tensors of these
+    `shapes`."""
 
     number: int
     layer: int
+    path: str
 
     @property
     def shapes(self) -> Sequence[StateShape]: ...
@@ -101,10 +103,10 @@ class StateStore:
         for held, state in zip(self._states[number], states, strict=True):
             held.index_copy_(0, places, state.to(held.dtype))
 
-    def places(self, lines: Sequence[int], after: bool = False) -> Tensor:
-        """Places [n] of the states of sequences by their lines; of those that they have `after` the pass
-        under way."""
-        places = [2 * line + (self._current[line] ^ after) for line in lines]
+    def places(self, lines: Sequence[int], after: Container[int] = ()) -> Tensor:
+        """Places [n] of the states of sequences by their lines; of those in `after` the ones that they have
+        after the pass under way."""
+        places = [2 * line + (self._current[line] ^ (line in after)) for line in lines]
         return torch.tensor(places, device=self._states[0][0].device)
 
     def keep(self, line: int, slot: int) -> None:
@@ -139,16 +141,25 @@ class _MixerCall:
 
 class PassStates:
     """The states of one pass's sequences, whose lines in the store are `lines`: decode rows in one call of
-    each mixer, every chunk of a prompt in one of its own."""
+    each mixer, every chunk of a prompt in one of its own; `by_rows` each row alone, so that no bit depends on
+    where a prompt is cut. Sequences on `begun` lines go on from an earlier pass that is not committed yet."""
 
     def __init__(
-        self, store: StateStore, lines: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
+        self,
+        store: StateStore,
+        lines: Sequence[int],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        by_rows: bool = False,
+        begun: Container[int] = (),
     ) -> None:
         """`query_lens` are each sequence's rows in the pass, `seq_lens` its positions including them."""
-        self._store, self._lines = store, lines
+        self._store, self._turned = store, [line for line in lines if line not in begun]
         self._calls = list[_MixerCall]()
-        before, after, start = store.places(lines), store.places(lines, after=True), 0
-        for first, count in equal_lengths(query_lens, seq_lens):
+        before, after, start = store.places(lines, begun), store.places(lines, frozenset(lines)), 0
+        if by_rows:
+            self._calls, start = [*_single_rows(before, after, query_lens, seq_lens)], sum(query_lens)
+        for first, count in () if by_rows else equal_lengths(query_lens, seq_lens):
             length = query_lens[first]
             rows, some = slice(start, start + count * length), slice(first, first + count)
             begins = seq_lens[first] == length
@@ -174,7 +185,21 @@ class PassStates:
 
     def commit(self) -> None:
         """Ends a pass that counts. May be called once."""
-        self._store.turn(self._lines)
+        self._store.turn(self._turned)
+
+
+def _single_rows(
+    before: Tensor, after: Tensor, query_lens: Sequence[int], seq_lens: Sequence[int]
+) -> Iterator[_MixerCall]:
+    """A call for each row; behind its first one a sequence goes on from the state after the pass."""
+    start = 0
+    for sequence, (length, end) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        own = slice(sequence, sequence + 1)
+        for row in range(length):
+            place = after[own] if row else before[own]
+            begins = end == length and not row
+            yield _MixerCall(slice(start, start + 1), 1, None if begins else place, after[own])
+            start += 1
 
 
 def equal_lengths(query_lens: Sequence[int], seq_lens: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Running sequences on the device: their last tokens and block tables, read by indexing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -169,12 +169,18 @@ class SequenceTable:
                 self.states.keep(self._rows[move.key], move.slot)
 
     def pass_states(
-        self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata
+        self,
+        segments: Sequence[InferenceSegment],
+        common: CommonAttentionMetadata,
+        by_rows: bool = False,
+        begun: Container[int] = (),
     ) -> PassStates | None:
-        """The segments' states in recurrent layers, for one pass; None where the base has no such layers."""
+        """The segments' states in recurrent layers, for one pass; None where the base has no such layers. See
+        `PassStates`, which has lines where this has rows of the table."""
         if self.states is None:
             return None
-        return PassStates(self.states, self.places(segments), common.query_lens, common.seq_lens)
+        places = self.places(segments)
+        return PassStates(self.states, places, common.query_lens, common.seq_lens, by_rows, begun)
 
     def known(self, segments: Sequence[InferenceSegment], num_decodes: int) -> tuple[list[int], list[int]]:
         """Positions and tokens of the segments' rows on the host, where the first `num_decodes` tokens are
