@@ -216,7 +216,7 @@ def test_prompts_begin_with_kept_states(name: str, tmp_path: Path, monkeypatch: 
         beginnings = prompts(draws, (50, 50))
         sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, logprobs=0)
         asked = []
-        for number in range(18):
+        for _ in range(18):
             begun = draws.choice(beginnings)[: draws.choice([20, 33, 50])]
             prompt, kind = [*begun, *prompts(draws, [draws.choice([1, 7])])[0]], draws.choice([0, 0, 1, 2])
             handle = served.generate(prompt, adapter=str(kind) if kind else None, sampling=sampling)

@@ -1,11 +1,12 @@
-"""`coserve bench models --hybrid`: a model with recurrent layers beside attention, against a dense one of as many
-bytes, PEFT, and itself without what prompts share."""
+"""`coserve bench models --hybrid`: a model with recurrent layers beside attention, against a dense one of as
+many bytes, PEFT, and itself without what prompts share."""
 
 import shlex
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,7 +69,7 @@ def hybrid_model(sizes: HybridSizes) -> PreTrainedModel:
 
 
 def dense_model(sizes: HybridSizes, nbytes: int) -> PreTrainedModel:
-    """Layers of attention alone (Qwen 3), whose feed-forward layers are as wide as makes it `nbytes` large."""
+    """Layers of attention alone (Qwen 3), whose feed-forward layers make it `nbytes` large."""
     narrow = _nbytes(_built("qwen3", sizes, intermediate_size=64))
     column = 3 * 2 * sizes.hidden * sizes.layers  # bytes of one more neuron in each layer
     return _built("qwen3", sizes, intermediate_size=64 + max(round((nbytes - narrow) / column / 32), 0) * 32)
@@ -111,7 +112,7 @@ def _decode(sizes: HybridSizes, results: Results, threads: int) -> None:
     dense = dense_model(sizes, nbytes)
     engines = {"hybrid": _engine(hybrid, sizes), "dense": _engine(dense, sizes)}
     found = alternate(
-        {name: lambda engine=engine: _step_seconds(engine, sizes) for name, engine in engines.items()},
+        {name: partial(_step_seconds, engine, sizes) for name, engine in engines.items()},
         sizes.rounds,
         threads,
     )

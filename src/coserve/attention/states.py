@@ -60,8 +60,8 @@ class Core(Protocol):
         that begins. A run of one row each may write into `before`."""
 
     def update(self, rows: slice, states: Sequence[StatePlaces]) -> Tensor | None:
-        """As `run` for one row each of sequences that go on, whose states are read and written where they lie;
-        None, with nothing written, where no kernel does that."""
+        """As `run` for one row each of sequences that go on, whose states are read and written where they
+        lie; None, with nothing written, where no kernel does that."""
 
     def zeros(self, rows: int) -> Tensor:
         """The output of rows of no sequence."""

@@ -192,8 +192,8 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class StateMove:
-    """Copies the states of a sequence in recurrent layers: from a slot of those that are kept, before the plan's
-    rows, or into it, after them, where it `keeps`."""
+    """Copies the states of a sequence in recurrent layers: from a slot of those that are kept, before the
+    plan's rows, or into it, after them, where it `keeps`."""
 
     key: int
     slot: int

@@ -50,7 +50,8 @@ def delta_update(
     learned = (v - torch.einsum("nhk,nhkv->nhv", k, state)) * beta[..., None]
     state = state + k[..., None] * learned[..., None, :]
     places.write(state)
-    return torch.einsum("nhk,nhkv->nhv", q, state).to(v.dtype) * q.shape[-1] ** -0.5
+    y: Tensor = torch.einsum("nhk,nhkv->nhv", q, state) * q.shape[-1] ** -0.5
+    return y.to(v.dtype)
 
 
 def selective_update(

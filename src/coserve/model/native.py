@@ -75,7 +75,7 @@ def _replace_norm(module: nn.Module) -> bool:
 
 
 def _replace_gated_norm(module: nn.Module) -> bool:
-    """Has the norm of a recurrent layer, which is given a gate beside its input, computed by a kernel in C."""
+    """Has the norm of a recurrent layer, which is given a gate beside its input, computed in C."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float):
         return False

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from inspect import signature
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -136,7 +137,9 @@ class Mixer:
         self._model, self._block = base.model, base.chain.blocks[layer]
         self._like = torch.empty(0, dtype=base.dtype, device=base.device)
         self._graphs: dict[int, int] = {}  # bytes by rows
-        module = base.model.get_submodule(path)
+        module = self._module = base.model.get_submodule(path)
+        linears = [flat.path for flat in anatomy.flat] + [anatomy.last] * bool(anatomy.last)
+        self._linears = {one: attrgetter(one.removeprefix(f"{path}.")) for one in linears}
         self.forward: Any = module.forward
         module.forward = self._pass
 
@@ -170,12 +173,12 @@ class Mixer:
         given: dict[str, Tensor] = {}
         for flat in its.flat:
             x = given[flat.source] if flat.source else hidden
-            given[flat.path] = self._model.get_submodule(flat.path)(
+            given[flat.path] = self._linears[flat.path](self._module)(
                 x if flat.factor == 1.0 else x * flat.factor
             )
         out = rows.mix(MixerRun(self, hidden, given))
         if its.last:
-            out = self._model.get_submodule(its.last)(out)
+            out = self._linears[its.last](self._module)(out)
         return (out, *[None] * (its.returns - 1)) if its.returns else out
 
 

@@ -256,8 +256,8 @@ def _make(
 
 
 def _states(base: Base, config: EngineConfig) -> StateStore | None:
-    """The states of recurrent layers, of as many sequences as run at once, and half as many of beginnings that
-    prompts share; None without such layers."""
+    """The states of recurrent layers, of as many sequences as run at once, and half as many of beginnings
+    that prompts share; None without such layers."""
     if not base.mixers:
         return None
     try:

@@ -69,65 +69,108 @@ def check(
     assert_near(places.held[places.after], exact.held[places.after], near)
 
 
+def check_convolution(with_silu: bool) -> None:
+    rows, channels, width = (
+        DRAWS.choice([1, 2, 17]),
+        DRAWS.choice([1, 7, 64, 1001]),
+        DRAWS.choice([2, 3, 4]),
+    )
+    places, x, weight = (
+        placed(rows, channels, width, dtype=numbers.dtype),
+        strided(rows, channels),
+        drawn(channels, width),
+    )
+    bias = DRAWS.choice([None, drawn(channels)])
+    assert recurrent.takes_conv(x, weight, bias, places)
+
+    def own(states: Tensor) -> tuple[Tensor, Tensor]:
+        y = causal_conv1d_update(x[..., None], states, weight, bias, "silu" if with_silu else None)
+        return y[..., 0], states
+
+    def twin(where: StatePlaces) -> Tensor:
+        exact = None if bias is None else bias.double()
+        return plain.conv_update(x.double(), weight.double(), exact, with_silu, where)
+
+    check(places, own, lambda where: recurrent.conv_update(x, weight, bias, with_silu, where), twin)
+
+
 @pytest.mark.parametrize("with_silu", [False, True])
 def test_a_step_of_a_convolution(with_silu: bool) -> None:
     for _ in range(TRIES):
-        rows, channels, width = (
-            DRAWS.choice([1, 2, 17]),
-            DRAWS.choice([1, 7, 64, 1001]),
-            DRAWS.choice([2, 3, 4]),
+        check_convolution(with_silu)
+
+
+def check_delta_rule(is_normed: bool) -> None:
+    rows, groups, share = DRAWS.choice([1, 2, 17]), DRAWS.choice([1, 3]), DRAWS.choice([1, 2])
+    keys, values = DRAWS.choice([1, 5, 16, 64]), DRAWS.choice([1, 7, 32, 64])
+    size = 1.0 if is_normed else keys**-0.5
+    q, k, v = (
+        strided(rows, groups, keys) * size,
+        strided(rows, groups, keys) * size,
+        strided(rows, groups * share, values),
+    )
+    decay, beta = -torch.rand(rows, groups * share), drawn(rows, groups * share).sigmoid()
+    places, row = placed(rows, groups * share, keys, values), (q, k, v, decay, beta)
+    assert recurrent.takes_delta(*row, places)
+
+    def own(states: Tensor) -> tuple[Tensor, Tensor]:
+        y, after = torch_recurrent_gated_delta_rule(
+            *(x[:, None] for x in (q, k, v)),
+            g=decay[:, None],
+            beta=beta[:, None],
+            initial_state=states,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=is_normed,
         )
-        places, x, weight = (
-            placed(rows, channels, width, dtype=numbers.dtype),
-            strided(rows, channels),
-            drawn(channels, width),
-        )
-        bias = DRAWS.choice([None, drawn(channels)])
-        assert recurrent.takes_conv(x, weight, bias, places)
+        return y[:, 0], after
 
-        def own(states: Tensor) -> tuple[Tensor, Tensor]:
-            y = causal_conv1d_update(x[..., None], states, weight, bias, "silu" if with_silu else None)
-            return y[..., 0], states
-
-        def twin(where: StatePlaces) -> Tensor:
-            exact = None if bias is None else bias.double()
-            return plain.conv_update(x.double(), weight.double(), exact, with_silu, where)
-
-        check(places, own, lambda where: recurrent.conv_update(x, weight, bias, with_silu, where), twin)
+    check(
+        places,
+        own,
+        lambda where: recurrent.delta_update(*row, is_normed, where),
+        lambda where: plain.delta_update(*(x.double() for x in row), is_normed, where),
+    )
 
 
 @pytest.mark.parametrize("is_normed", [False, True])
 def test_a_step_of_the_gated_delta_rule(is_normed: bool) -> None:
     for _ in range(TRIES):
-        rows, groups, share = DRAWS.choice([1, 2, 17]), DRAWS.choice([1, 3]), DRAWS.choice([1, 2])
-        keys, values = DRAWS.choice([1, 5, 16, 64]), DRAWS.choice([1, 7, 32, 64])
-        size = 1.0 if is_normed else keys**-0.5
-        q, k, v = (
-            strided(rows, groups, keys) * size,
-            strided(rows, groups, keys) * size,
-            strided(rows, groups * share, values),
-        )
-        decay, beta = -torch.rand(rows, groups * share), drawn(rows, groups * share).sigmoid()
-        places, row = placed(rows, groups * share, keys, values), (q, k, v, decay, beta)
-        assert recurrent.takes_delta(*row, places)
+        check_delta_rule(is_normed)
 
-        def own(states: Tensor) -> tuple[Tensor, Tensor]:
-            y, after = torch_recurrent_gated_delta_rule(
-                *(x[:, None] for x in (q, k, v)),
-                g=decay[:, None],
-                beta=beta[:, None],
-                initial_state=states,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=is_normed,
-            )
-            return y[:, 0], after
 
-        check(
-            places,
-            own,
-            lambda where: recurrent.delta_update(*row, is_normed, where),
-            lambda where: plain.delta_update(*(x.double() for x in row), is_normed, where),
+def check_recurrence(is_second: bool, is_gated: bool) -> None:
+    rows, groups, states = (
+        DRAWS.choice([1, 2, 17]),
+        1 + is_second * DRAWS.choice([0, 1]),
+        DRAWS.choice([1, 8, 33]),
+    )
+    heads, width = groups * DRAWS.choice([1, 3, 20]), is_second * DRAWS.choice([2, 7, 16]) or 1
+    x, b, c = strided(rows, heads, width), strided(rows, groups, states), strided(rows, groups, states)
+    z = strided(rows, heads, width) if is_gated else None
+    raw, bias, d = drawn(rows, heads), drawn(heads), drawn(heads)
+    a = -torch.rand(heads, 1 if is_second else states).expand(heads, states)
+    places = placed(rows, heads, width, states)
+    step = F.softplus(raw + bias).float()
+    assert recurrent.takes_selective(x, step, a, b, c, z, places)
+
+    def own(before: Tensor) -> tuple[Tensor, Tensor]:
+        if is_second:
+            whole = raw[..., None].expand(-1, -1, width), a[:, None].expand(-1, width, -1)
+            ends = (one[:, None].expand(-1, width) for one in (d, bias))
+            y = mamba2_selective_state_update(before, x, *whole, b, c, next(ends), next(ends), True, z=z)
+            return y, before
+        one = before[:, :, 0]
+        gate = None if z is None else z[..., 0]
+        y = mamba_selective_state_update(one, x[..., 0], raw, a, b[:, 0], c[:, 0], d, bias, True, z=gate)
+        return y[..., None], one[:, :, None]
+
+    def twin(where: StatePlaces) -> Tensor:
+        exact = None if z is None else z.double()
+        return plain.selective_update(
+            x.double(), step.double(), a.double(), b.double(), c.double(), d.double(), exact, where
         )
+
+    check(places, own, lambda where: recurrent.selective_update(x, step, a, b, c, d.float(), z, where), twin)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -135,40 +178,7 @@ def test_a_step_of_the_gated_delta_rule(is_normed: bool) -> None:
 def test_a_step_of_mambas_recurrence(is_second: bool, is_gated: bool) -> None:
     """Mamba 1 has a decay for each state, of channels by themselves; Mamba 2 one for a head."""
     for _ in range(TRIES):
-        rows, groups, states = (
-            DRAWS.choice([1, 2, 17]),
-            1 + is_second * DRAWS.choice([0, 1]),
-            DRAWS.choice([1, 8, 33]),
-        )
-        heads, width = groups * DRAWS.choice([1, 3, 20]), is_second * DRAWS.choice([2, 7, 16]) or 1
-        x, b, c = strided(rows, heads, width), strided(rows, groups, states), strided(rows, groups, states)
-        z = strided(rows, heads, width) if is_gated else None
-        raw, bias, d = drawn(rows, heads), drawn(heads), drawn(heads)
-        a = -torch.rand(heads, 1 if is_second else states).expand(heads, states)
-        places = placed(rows, heads, width, states)
-        step = F.softplus(raw + bias).float()
-        assert recurrent.takes_selective(x, step, a, b, c, z, places)
-
-        def own(before: Tensor) -> tuple[Tensor, Tensor]:
-            if is_second:
-                whole = raw[..., None].expand(-1, -1, width), a[:, None].expand(-1, width, -1)
-                ends = (one[:, None].expand(-1, width) for one in (d, bias))
-                y = mamba2_selective_state_update(before, x, *whole, b, c, next(ends), next(ends), True, z=z)
-                return y, before
-            one = before[:, :, 0]
-            gate = None if z is None else z[..., 0]
-            y = mamba_selective_state_update(one, x[..., 0], raw, a, b[:, 0], c[:, 0], d, bias, True, z=gate)
-            return y[..., None], one[:, :, None]
-
-        def twin(where: StatePlaces) -> Tensor:
-            exact = None if z is None else z.double()
-            return plain.selective_update(
-                x.double(), step.double(), a.double(), b.double(), c.double(), d.double(), exact, where
-            )
-
-        check(
-            places, own, lambda where: recurrent.selective_update(x, step, a, b, c, d.float(), z, where), twin
-        )
+        check_recurrence(is_second, is_gated)
 
 
 @pytest.mark.parametrize("is_gated_first", [False, True])

@@ -1,5 +1,5 @@
-"""Recurrent layers on a CPU: the kernels of `recurrent.c`, each beside its plain twin in `kernels/recurrent.py`
-(the gated norm's are the models' own modules)."""
+"""Recurrent layers on a CPU: the kernels of `recurrent.c`, each beside its plain twin in
+`kernels/recurrent.py` (the gated norm's are the models' own modules)."""
 
 from typing import Final
 
