@@ -32,7 +32,7 @@ class BaseCache:
         self.config, self.pages = config, pages
         self.swapping = swapping or Swapping(CostModel())
         self.swapping.copies.pool = pages
-        states = KeptStates(config.kept_states, pages.page_size) if config.kept_states else None
+        states = KeptStates(config.kept_states) if config.kept_states else None
         swapped = SwappedPrefixes(self.swapping, pages)
         self.prefixes = Prefixes(pages, config.prefix_sharing, swapped, states)
         self.offloading = offloading or Offloading(self.swapping.tier)

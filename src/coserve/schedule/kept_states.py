@@ -17,12 +17,31 @@ EVERY: Final = 512  # tokens
 _LEAST: Final = 64  # tokens of a prompt that are worth a pass more
 
 
+def next_cut(sequence: Sequence, page_size: int) -> int:
+    """The first position behind a sequence's computed tokens where its state is kept, or its end."""
+    prompt, every = len(sequence.request.prompt), _every(page_size)
+    behind = (sequence.computed // every + 1) * every
+    last = (prompt - 1) // page_size * page_size
+    if sequence.computed < last < behind and last - sequence.computed >= _LEAST:
+        return last
+    return behind if behind < prompt else sequence.length
+
+
+def is_kept(sequence: Sequence, end: int, page_size: int) -> bool:
+    """Tells whether the state behind the first `end` tokens of a sequence is kept."""
+    left = len(sequence.request.prompt) - end
+    return left > 0 and end % page_size == 0 and (end % _every(page_size) == 0 or left <= page_size)
+
+
+def _every(page_size: int) -> int:
+    return max(EVERY // page_size, 1) * page_size
+
+
 class KeptStates:
     """The names of the states in so many `slots` of a device, least recently used first. A plan that writes
     one is under way until `written`; one that a sequence is to begin with is not written before `begin`."""
 
-    def __init__(self, slots: int, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, slots: int) -> None:
         self._free = [*range(slots)]
         self._found: OrderedDict[bytes, int] = OrderedDict()
         self._coming: dict[int, bytes] = {}  # names by slots that plans under way write
@@ -30,22 +49,6 @@ class KeptStates:
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._found
-
-    def next_cut(self, sequence: Sequence) -> int:
-        """The first position behind a sequence's computed tokens where its state is kept, or its end."""
-        size, prompt = self._page_size, len(sequence.request.prompt)
-        every = max(EVERY // size, 1) * size
-        behind = (sequence.computed // every + 1) * every
-        last = (prompt - 1) // size * size
-        if sequence.computed < last < behind and last - sequence.computed >= _LEAST:
-            return last
-        return behind if behind < prompt else sequence.length
-
-    def is_kept(self, sequence: Sequence, end: int) -> bool:
-        """Tells whether the state behind the first `end` tokens of a sequence is kept."""
-        prompt, size = len(sequence.request.prompt), self._page_size
-        every = max(EVERY // size, 1) * size
-        return end < prompt and end % size == 0 and (end % every == 0 or prompt - end <= size)
 
     def hold(self, sequence: Sequence, name: bytes) -> None:
         """Keeps a state until the sequence begins with it."""

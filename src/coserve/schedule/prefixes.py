@@ -22,7 +22,7 @@ from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.cost import CostModel
-from coserve.schedule.kept_states import KeptStates
+from coserve.schedule.kept_states import KeptStates, is_kept, next_cut
 from coserve.schedule.naming import page_name, root, virtual_names
 from coserve.schedule.swapped_prefixes import SwappedPrefixes
 from coserve.schedule.swapping import Swapping
@@ -183,6 +183,11 @@ class Prefixes:
             self._found(sequence, index) is not None for index in range(before)
         )
 
+    def next_cut(self, sequence: Sequence) -> int:
+        """The position at which a sequence's next rows end at the latest."""
+        takes_part = self.states is not None and self._takes_part(sequence)
+        return next_cut(sequence, self._pages.page_size) if takes_part else sequence.length
+
     def state_moves(self, rows: Iterable[tuple[Sequence, InferenceSegment]]) -> tuple[StateMove, ...]:
         """States that a plan with these rows begins with, for sequences that no plan has named, and keeps."""
         moves: list[StateMove] = []
@@ -192,7 +197,7 @@ class Prefixes:
             if sequence.told is None and segment.start:
                 moves.append(self.states.begin(sequence))
             end = segment.start + segment.length
-            if self.states.is_kept(sequence, end):
+            if is_kept(sequence, end, self._pages.page_size):
                 moves += self.states.keep(sequence, self._name(sequence, end // self._pages.page_size - 1))
         return tuple(moves)
 

@@ -55,7 +55,7 @@ def test_a_hybrid_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert json.loads((tmp_path / "hybrid.json").read_text()).keys() == found.keys()
     print_hybrid(found)
     assert "bar ≤ 1.2" in capsys.readouterr().out
-    whole = HybridSizes(layers=4)
+    whole = HybridSizes(hidden=192, layers=4, intermediate=640, vocabulary=1024)
     own = sum(p.nbytes for p in hybrid_model(whole).parameters())
     dense = dense_model(whole, own)
     assert dense.config.model_type == "qwen3"

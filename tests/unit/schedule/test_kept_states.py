@@ -8,7 +8,7 @@ from coserve.core.plan import StateMove
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.schedule import kept_states
-from coserve.schedule.kept_states import KeptStates
+from coserve.schedule.kept_states import KeptStates, is_kept, next_cut
 
 SIZE = 16
 
@@ -21,7 +21,7 @@ def test_a_slot_holds_what_its_name_says_until_nobody_waits_for_it() -> None:
     draws = random.Random("kept")
     for slots in (1, 2, 5):
         kept, device = (
-            KeptStates(slots, SIZE),
+            KeptStates(slots),
             dict[int, bytes](),
         )  # what slots hold, as plans are run in turn
         under_way: deque[tuple[list[StateMove], list[int], dict[int, bytes]]] = deque()
@@ -55,13 +55,12 @@ def test_a_slot_holds_what_its_name_says_until_nobody_waits_for_it() -> None:
 
 
 def test_prompts_are_cut_where_states_are_kept() -> None:
-    kept = KeptStates(4, SIZE)
     for prompt in (5, 63, 100, 512, 513, 1040, 1300):
         own, cuts = sequence(0, prompt), []
         while own.computed < prompt:
-            own.computed = kept.next_cut(own)
+            own.computed = next_cut(own, SIZE)
             cuts.append(own.computed)
-            assert (own.computed == prompt) is not kept.is_kept(own, own.computed)
+            assert (own.computed == prompt) is not is_kept(own, own.computed, SIZE)
         last = (prompt - 1) // SIZE * SIZE
         wanted = [*range(kept_states.EVERY, prompt, kept_states.EVERY)]
         if last - max(wanted, default=0) >= 64:
