@@ -106,7 +106,7 @@ def _select(
 
 
 def _first(x: Tensor | None) -> Tensor | None:
-    """What a head's channels have in common."""
+    """The number of each head's first channel."""
     return None if x is None else x[..., 0]
 
 
