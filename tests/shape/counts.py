@@ -140,9 +140,9 @@ def counted() -> list[Count]:
     in_parts = sum(len(unrelated(made)) > 1 for made in classes())
     present = {made.name for made in classes()}
     return [
-        # Of both 1,415 are recurrent layers (of the second 200 more), 760 and 1,990 tensor parallelism, 290 and
-        # 540 attention older than transformers' interface and the text part of multimodal models; of the second
-        # 2,120 are adapter methods, 2,250 tools and reasoning, 360 Anthropic's dialect.
+        # Of both 1,415 are recurrent layers (of the second 200 more), 760 and 1,990 tensor parallelism, 290
+        # and 540 attention older than transformers' interface and the text part of multimodal models; of the
+        # second 2,120 are adapter methods, 2,250 tools and reasoning, 360 Anthropic's dialect.
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 36_060, 28_000),
         Count("lines of the package", lines(), 104_330, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
