@@ -31,6 +31,7 @@ BARS: Final[Mapping[str, Bar | None]] = {
     "hybrid.shared_prompt": Bar(0.2, at_most=True),
 }
 _RANK: Final = 8
+_WINDOW: Final = 512  # rows; the default of 128 is for training beside answers
 _ENDLESS: Final = 10**6
 
 
@@ -152,7 +153,7 @@ def _training(sizes: HybridSizes, results: Results, threads: int) -> None:
     peer = TorchTraining(
         base, get_peft_model(base, lora, autocast_adapter_dtype=False), tokens, sizes.vocabulary
     )
-    engine = _engine(hybrid_model(sizes), sizes)
+    engine = _engine(hybrid_model(sizes), sizes, scheduler={"training_window": _WINDOW})
     settings = TrainingConfig(
         schedule="constant", warmup_ratio=0.0, batch_size=count, epochs=_ENDLESS, max_steps=_ENDLESS,
         keep=SavePolicy.PRUNED,
@@ -166,9 +167,8 @@ def _training(sizes: HybridSizes, results: Results, threads: int) -> None:
         spread = (count * length / timing.high, count * length / timing.low)
         results.figure(f"hybrid.training.{name}", count * length / timing.median, "tokens/s", spread)
     best = peer.settings(False).describe()
-    note = (
-        f"{count} examples of {length} tokens, rank {_RANK} on {', '.join(names)}; PEFT at its best: {best}"
-    )
+    what = f"{count} examples of {length} tokens in windows of {_WINDOW}, rank {_RANK} on {', '.join(names)}"
+    note = f"{what}; PEFT at its best: {best}"
     results.ratio("hybrid.training_vs_peft", speedup(found["ours"], found["peft"]), note)
 
 
@@ -195,12 +195,18 @@ def _shared_prompt(sizes: HybridSizes, results: Results, threads: int) -> None:
     results.ratio("hybrid.shared_prompt", speedup(found["computed"], found["shared"]), note)
 
 
-def _engine(model: PreTrainedModel, sizes: HybridSizes, prefix_sharing: bool = False) -> Engine:
+def _engine(
+    model: PreTrainedModel, sizes: HybridSizes, prefix_sharing: bool = False, **settings: Any
+) -> Engine:
     tokens = sizes.rows * (sizes.prompt + 8 * sizes.steps) + 2 * sizes.shared
-    settings = EngineConfig(
-        calibrate=False, cache_tokens=tokens, max_running=sizes.rows, prefix_sharing=prefix_sharing
+    config = EngineConfig(
+        calibrate=False,
+        cache_tokens=tokens,
+        max_running=sizes.rows,
+        prefix_sharing=prefix_sharing,
+        **settings,
     )
-    return Engine(model, settings)
+    return Engine(model, config)
 
 
 def _built(name: str, sizes: HybridSizes, **fields: Any) -> PreTrainedModel:
