@@ -300,9 +300,19 @@ def models(
             help="JSON of a run of some types: such runs are joined.",
         ),
     ] = None,
+    hybrid: Annotated[
+        bool,
+        typer.Option(help="Measure a model with recurrent layers: its steps, training, prompts."),
+    ] = False,
+    quick: Annotated[bool, typer.Option(help="With --hybrid: a tiny model, for trying it out.")] = False,
 ) -> None:
     """Builds every type of language models small, and compares answers and training with transformers."""
     check_writable("--json", json_file)
+    if hybrid:
+        from coserve_benchmarks.models.hybrid import print_hybrid, run_hybrid
+
+        print_hybrid(run_hybrid(quick, json_file))
+        return
     from coserve_benchmarks.models.run import join_runs, print_models, run_models
 
     print_models(join_runs(join, json_file) if join else run_models(only or None, json_file))

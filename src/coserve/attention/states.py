@@ -8,12 +8,14 @@ halves of its sequences change places when the pass counts (`PassStates.commit`)
 be run again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from coserve.kernels.recurrent import StatePlaces
 
 States = tuple[Tensor, ...]  # a mixer's, of sequences side by side: [sequences, ...] each
 
@@ -32,10 +34,12 @@ class StateShape:
 
 
 class RecurrentMixer(Protocol):
-    """A recurrent mixer of a base, in layer `layer`, whose state is tensors of these `shapes`."""
+    """A recurrent mixer of a base, the module at `path` in layer `layer`, whose state is tensors of these
+    `shapes`."""
 
     number: int
     layer: int
+    path: str
 
     @property
     def shapes(self) -> Sequence[StateShape]: ...
@@ -59,6 +63,10 @@ class Core(Protocol):
         one after a state is computed by the code for several: that may differ (Zamba 2 and Nemotron H have a
         least time step in it alone)."""
 
+    def update(self, rows: slice, states: Sequence[StatePlaces]) -> Tensor | None:
+        """As `run` for one row each of sequences that go on, whose states are read and written where they
+        lie; None, with nothing written, where no kernel does that."""
+
     def zeros(self, rows: int) -> Tensor:
         """The output of rows of no sequence."""
 
@@ -67,9 +75,16 @@ class StateStore:
     """States of all mixers for `sequences` sequences on a `device`, in two halves of which one has a
     sequence's current ones."""
 
-    def __init__(self, mixers: Sequence[Sequence[StateShape]], sequences: int, device: torch.device) -> None:
+    def __init__(
+        self, mixers: Sequence[Sequence[StateShape]], sequences: int, device: torch.device, slots: int = 0
+    ) -> None:
+        """With so many `slots` for states that are kept beside those of sequences."""
+        self.slots, self._first_slot = slots, 2 * sequences
         self._states = [
-            tuple(torch.zeros(2 * sequences, *own.shape, dtype=own.dtype, device=device) for own in shapes)
+            tuple(
+                torch.zeros(2 * sequences + slots, *own.shape, dtype=own.dtype, device=device)
+                for own in shapes
+            )
             for shapes in mixers
         ]
         self._current = [0] * sequences  # the half that has a sequence's state
@@ -78,6 +93,10 @@ class StateStore:
     def nbytes(self) -> int:
         """Bytes of all states."""
         return sum(state.nbytes for states in self._states for state in states)
+
+    def at(self, number: int, before: Tensor, after: Tensor) -> list[StatePlaces]:
+        """A mixer's states at these places [n] before a pass and after it."""
+        return [StatePlaces(state, before, after) for state in self._states[number]]
 
     def read(self, number: int, places: Tensor) -> States:
         """Copies of a mixer's states at these places [n]."""
@@ -88,11 +107,24 @@ class StateStore:
         for held, state in zip(self._states[number], states, strict=True):
             held.index_copy_(0, places, state.to(held.dtype))
 
-    def places(self, lines: Sequence[int], after: bool = False) -> Tensor:
-        """Places [n] of the states of sequences by their lines; of those that they have `after` the pass
-        under way."""
-        places = [2 * line + (self._current[line] ^ after) for line in lines]
+    def places(self, lines: Sequence[int], after: Container[int] = ()) -> Tensor:
+        """Places [n] of the states of sequences by their lines; of those in `after` the ones that they have
+        after the pass under way."""
+        places = [2 * line + (self._current[line] ^ (line in after)) for line in lines]
         return torch.tensor(places, device=self._states[0][0].device)
+
+    def keep(self, line: int, slot: int) -> None:
+        """Copies the current states of a sequence to a slot."""
+        self._copy(2 * line + self._current[line], self._first_slot + slot)
+
+    def begin(self, line: int, slot: int) -> None:
+        """Makes the states in a slot the current ones of a sequence."""
+        self._copy(self._first_slot + slot, 2 * line + self._current[line])
+
+    def _copy(self, source: int, target: int) -> None:
+        for states in self._states:
+            for state in states:
+                state[target] = state[source]
 
     def turn(self, lines: Sequence[int]) -> None:
         """Makes the states that were written for these sequences their current ones."""
@@ -113,16 +145,25 @@ class _MixerCall:
 
 class PassStates:
     """The states of one pass's sequences, whose lines in the store are `lines`: decode rows in one call of
-    each mixer, every chunk of a prompt in one of its own."""
+    each mixer, every chunk of a prompt in one of its own; `by_rows` each row alone, so that no bit depends on
+    where a prompt is cut. Sequences on `begun` lines go on from an earlier pass that is not committed yet."""
 
     def __init__(
-        self, store: StateStore, lines: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
+        self,
+        store: StateStore,
+        lines: Sequence[int],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        by_rows: bool = False,
+        begun: Container[int] = (),
     ) -> None:
         """`query_lens` are each sequence's rows in the pass, `seq_lens` its positions including them."""
-        self._store, self._lines = store, lines
+        self._store, self._turned = store, [line for line in lines if line not in begun]
         self._calls = list[_MixerCall]()
-        before, after, start = store.places(lines), store.places(lines, after=True), 0
-        for first, count in equal_lengths(query_lens, seq_lens):
+        before, after, start = store.places(lines, begun), store.places(lines, frozenset(lines)), 0
+        if by_rows:
+            self._calls, start = [*_single_rows(before, after, query_lens, seq_lens)], sum(query_lens)
+        for first, count in () if by_rows else equal_lengths(query_lens, seq_lens):
             length = query_lens[first]
             rows, some = slice(start, start + count * length), slice(first, first + count)
             begins = seq_lens[first] == length
@@ -134,9 +175,13 @@ class PassStates:
         """A mixer's output [1, count, width] for the pass's rows and padding behind them."""
         outputs = []
         for call in self._calls:
-            before = None if call.before is None else self._store.read(core.number, call.before)
-            out, after = core.run(call.rows, call.batch, before)
-            self._store.write(core.number, call.after, after)
+            out = None
+            if call.before is not None and call.rows.stop - call.rows.start == call.batch:
+                out = core.update(call.rows, self._store.at(core.number, call.before, call.after))
+            if out is None:
+                before = None if call.before is None else self._store.read(core.number, call.before)
+                out, after = core.run(call.rows, call.batch, before)
+                self._store.write(core.number, call.after, after)
             outputs.append(out)
         if count > self._rows:
             outputs.append(core.zeros(count - self._rows))
@@ -144,7 +189,21 @@ class PassStates:
 
     def commit(self) -> None:
         """Ends a pass that counts. May be called once."""
-        self._store.turn(self._lines)
+        self._store.turn(self._turned)
+
+
+def _single_rows(
+    before: Tensor, after: Tensor, query_lens: Sequence[int], seq_lens: Sequence[int]
+) -> Iterator[_MixerCall]:
+    """A call for each row; behind its first one a sequence goes on from the state after the pass."""
+    start = 0
+    for sequence, (length, end) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        own = slice(sequence, sequence + 1)
+        for row in range(length):
+            place = after[own] if row else before[own]
+            begins = end == length and not row
+            yield _MixerCall(slice(start, start + 1), 1, None if begins else place, after[own])
+            start += 1
 
 
 def equal_lengths(query_lens: Sequence[int], seq_lens: Sequence[int]) -> list[tuple[int, int]]:

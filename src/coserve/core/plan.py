@@ -190,6 +190,16 @@ class Moved:
     seconds: tuple[float, float] = (0.0, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class StateMove:
+    """Copies the states of a sequence in recurrent layers: from a slot of those that are kept, before the
+    plan's rows, or into it, after them, where it `keeps`."""
+
+    key: int
+    slot: int
+    keeps: bool
+
+
 class PassesAlone(IntEnum):
     """Members of a step that have passes of their own. Each value takes less memory, and more passes, than
     the one before."""
@@ -233,7 +243,7 @@ class BasePlan:
     Pages move to and from the second tier (host memory beside a GPU, a file beside a CPU) beside this step
     and later ones, in the order of the plans: the copies `swap_dropped` are dropped, `swap_out` is written,
     then `swap_in` read. A step without rows waits a little for a move to end, unless `others_wait`: rows of
-    another base.
+    another base. `states` are begun with, and kept, in this step.
     """
 
     inference: tuple[InferenceSegment, ...] = ()
@@ -253,6 +263,7 @@ class BasePlan:
     swap_out: tuple[SwapOut, ...] = ()
     swap_in: tuple[SwapIn, ...] = ()
     swap_dropped: tuple[int | bytes, ...] = ()
+    states: tuple[StateMove, ...] = ()
     others_wait: bool = False
 
     @property

@@ -131,7 +131,7 @@ def _as_a_whole(config: EngineConfig) -> EngineConfig:
 def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> SchedulerConfig:
     """Settings of the scheduler, with the limits of a base and of its executor. Raises ConfigError."""
     scheduler = config.scheduler_settings
-    if base.mixers:  # their states are kept where windows begin, and a page does not have them
+    if base.mixers:  # their states are kept where windows begin
         scheduler = {"training_window": STATE_ROWS, **scheduler}
         if scheduler["training_window"] is None:
             raise ConfigError("scheduler.training_window is a number for a base with recurrent layers")
@@ -141,7 +141,8 @@ def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> Sc
             max_positions=base.max_positions,
             eos_token_ids=spec.eos_ids,
             max_running=config.max_running,
-            prefix_sharing=config.prefix_sharing and not base.mixers,
+            prefix_sharing=config.prefix_sharing,
+            kept_states=spec.state_slots,
             row_buckets=base.row_buckets,
             overlap=Overlap(spec.plans, spec.plan_rate),
             **scheduler,

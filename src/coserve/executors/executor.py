@@ -36,7 +36,8 @@ class ExecutorSpec:
     adapters, `streaming` how the base is streamed (None for one that was loaded as a whole). `swap_pages` are
     those that the second tier has room for, `offload_pages` the same for sequences that lie there as a whole;
     `offload_refusal` says why there are none. `elsewhere` are paths of linears that base executors compute.
-    `graphs` tells whether answers that share no pass with windows are replayed as graphs. It runs `plans` at
+    `graphs` tells whether answers that share no pass with windows are replayed as graphs. `state_slots` are
+    those for states of recurrent layers that prompts begin with. It runs `plans` at
     once, as a pipeline of so many stages does, and `plan_rate` of them begin in the seconds that one takes
     (`schedule.overlap.Overlap`)."""
 
@@ -56,6 +57,7 @@ class ExecutorSpec:
     offload_refusal: str = ""
     elsewhere: frozenset[str] = frozenset()
     graphs: bool = False
+    state_slots: int = 0
     plans: int = 1
     plan_rate: float = 1.0
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coserve.kernels import elementwise
+from coserve.kernels.native import ops, recurrent
 from coserve.model.placement import Placed
 from coserve.model.placing import Holds
 
@@ -39,7 +40,8 @@ def use_native_kernels(model: PreTrainedModel, holds: Holds = lambda _: True, fl
     rotary: dict[Callable[..., Any], FunctionType | None] = {}  # attention's forward, with another function
     for path, module in model.named_modules():
         if holds(path) and not isinstance(module, Placed):  # whose weight may be elsewhere
-            _replace_norm(module) or replace_gated(module, like) or _replace_rotary(module, like, rotary)
+            found = _replace_gated_norm(module) or _replace_norm(module) or replace_gated(module, like)
+            found or _replace_rotary(module, like, rotary)
 
 
 def _replace_norm(module: nn.Module) -> bool:
@@ -66,6 +68,38 @@ def _replace_norm(module: nn.Module) -> bool:
         assert isinstance(weight, Tensor)
         if _is_plain(args, kwargs) and elementwise.takes(args[0], weight) and not weight.requires_grad:
             return elementwise.rms_norm(args[0], weight, eps, centred)
+        return own(self, *args, **kwargs)
+
+    module.forward = MethodType(forward, module)
+    return True
+
+
+def _replace_gated_norm(module: nn.Module) -> bool:
+    """Has the norm of a recurrent layer, which is given a gate beside its input, computed in C."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+        return False
+    if len([*module.parameters()]) != 1 or not ops.takes(weight):
+        return False
+    own, width = _function_of(module), len(weight)
+    groups = width // getattr(module, "group_size", width)
+    x = torch.cat([scale * (_random(weight, 4, width) + 0.5) for scale in _SCALES])
+    gate = 4.0 * _random(weight, len(x), width).flip(0)  # silu of less than -87 is 0 here
+    try:
+        found = own(module, x, gate)
+    except TypeError:  # a norm without a gate
+        return False
+    for first in (False, True):
+        if _same(found, recurrent.rms_norm_gated(x, gate, weight, groups, eps, first)):
+            break
+    else:
+        return False
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        weight = self.weight
+        assert isinstance(weight, Tensor)
+        if len(args) == 2 and not kwargs and ops.takes(args[0], args[1], weight):
+            return recurrent.rms_norm_gated(*args, weight, groups, eps, first)
         return own(self, *args, **kwargs)
 
     module.forward = MethodType(forward, module)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from inspect import signature
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -24,9 +25,12 @@ from transformers.pytorch_utils import Conv1D
 from coserve.attention.states import States, StateShape
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
+from coserve.kernels.native import ops
+from coserve.kernels.recurrent import StatePlaces
 from coserve.memory.fake_tensors import is_fake
 from coserve.model.base import Base
 from coserve.model.linear import FrozenLinear, frozen
+from coserve.model.native_mixer import updates_places
 from coserve.model.placement import Placement
 from coserve.model.refusal import unsupported
 
@@ -41,19 +45,19 @@ class WindowCache:
     """The cache that a mixer is given for one window of rows: their states before, and after the run.
 
     One that `is_recording` has convolutions return their columns as a graph; else a window of one row takes
-    the way of decode rows, which write states in place.
+    the way of decode rows, which write states in place. States before may be `StatePlaces` then.
     """
 
-    def __init__(self, before: Mapping[StateKey, Tensor], is_recording: bool) -> None:
+    def __init__(self, before: Mapping[StateKey, Any], is_recording: bool) -> None:
         self.before, self._is_recording = before, is_recording
-        self.after: dict[StateKey, Tensor] = {}
+        self.after: dict[StateKey, Any] = {}
         self.is_asked = False  # whether it was used as a cache of states
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """See transformers' `Cache`, here and below."""
         return self._get(("conv", state_idx))
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         return self._get(("recurrent", state_idx))
 
     def update_conv_state(
@@ -95,7 +99,7 @@ class WindowCache:
         self.is_asked = True
         return bool(self.before)
 
-    def _get(self, key: StateKey) -> Tensor | None:
+    def _get(self, key: StateKey) -> Any:
         self.is_asked = True
         return self.before.get(key)
 
@@ -116,7 +120,8 @@ class _Anatomy:
     its states, its flat linears in order, the linear that gives its output (empty where none does), the width
     behind which that stands, the number of values that it returns (0: one, in no tuple), and the names of its
     `others`, arguments without a default, which it is given None for. One that goes on `by_rows` starts a
-    window of several rows without a state, and is called for each row after one (Mamba 1)."""
+    window of several rows without a state, and is called for each row after one (Mamba 1). One that is
+    `in_place` takes `StatePlaces` as states of decode rows."""
 
     first: str
     argument: str
@@ -128,6 +133,7 @@ class _Anatomy:
     returns: int
     others: tuple[str, ...] = ()
     by_rows: bool = False
+    in_place: bool = False
 
     def given(self, cache: WindowCache) -> dict[str, Any]:
         """The arguments beside the first one."""
@@ -144,7 +150,9 @@ class Mixer:
         self._model, self._block = base.model, base.chain.blocks[layer]
         self._like = torch.empty(0, dtype=base.dtype, device=base.device)
         self._graphs: dict[int, int] = {}  # bytes by rows
-        module = base.model.get_submodule(path)
+        module = self._module = base.model.get_submodule(path)
+        linears = [flat.path for flat in anatomy.flat] + [anatomy.last] * bool(anatomy.last)
+        self._linears = {one: attrgetter(one.removeprefix(f"{path}.")) for one in linears}
         self.forward: Any = module.forward
         module.forward = self._pass
 
@@ -178,12 +186,12 @@ class Mixer:
         given: dict[str, Tensor] = {}
         for flat in its.flat:
             x = given[flat.source] if flat.source else hidden
-            given[flat.path] = self._model.get_submodule(flat.path)(
+            given[flat.path] = self._linears[flat.path](self._module)(
                 x if flat.factor == 1.0 else x * flat.factor
             )
         out = rows.mix(MixerRun(self, hidden, given))
         if its.last:
-            out = self._model.get_submodule(its.last)(out)
+            out = self._linears[its.last](self._module)(out)
         return (out, *[None] * (its.returns - 1)) if its.returns else out
 
 
@@ -217,8 +225,17 @@ class MixerRun:
             out = torch.cat(outputs, 1)
         return out.reshape(1, -1, out.shape[-1]), before
 
+    def update(self, rows: slice, states: Sequence[StatePlaces]) -> Tensor | None:
+        """See `Core`."""
+        if not self._mixer.anatomy.in_place or not ops.takes(self._hidden):
+            return None
+        count = rows.stop - rows.start
+        x, given = _of(self._hidden, rows, count), {p: _of(y, rows, count) for p, y in self._given.items()}
+        out, _ = self._call(x, given, states, trains=False)
+        return out.reshape(1, -1, out.shape[-1])
+
     def _call(
-        self, x: Tensor, given: Mapping[str, Tensor], before: States | None, trains: bool
+        self, x: Tensor, given: Mapping[str, Tensor], before: Sequence[Any] | None, trains: bool
     ) -> tuple[Tensor, States]:
         """The mixer's own forward of x [batch, rows, width], without the linear behind it; and the states."""
         its, cell = self._mixer.anatomy, self._mixer.cell
@@ -343,7 +360,14 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     flat = _flat(module, hidden, [call for call in calls if call[0] != last])
     returns = len(out) if isinstance(out, tuple) else 0
     anatomy = _Anatomy(names[0], argument, keys, shapes, flat, last, width, returns, others)
-    return replace(anatomy, by_rows=_forgets(module, anatomy, hidden, cache.after))
+
+    def decode(given: Mapping[StateKey, Any]) -> tuple[Tensor, Mapping[StateKey, Any]]:
+        own = WindowCache(given, False)
+        out = module(hidden[:, :2].transpose(0, 1), **anatomy.given(own))
+        return (out[0] if isinstance(out, tuple) else out), {**given, **own.after}
+
+    by_rows = _forgets(module, anatomy, hidden, cache.after)
+    return replace(anatomy, by_rows=by_rows, in_place=updates_places(module, decode, cache.after))
 
 
 def _forgets(module: nn.Module, anatomy: _Anatomy, hidden: Tensor, states: Mapping[StateKey, Tensor]) -> bool:

@@ -8,6 +8,7 @@ from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
+from coserve.schedule.kept_states import KeptStates
 from coserve.schedule.offloading import Offloading
 from coserve.schedule.prefixes import Prefixes
 from coserve.schedule.swapped_prefixes import SwappedPrefixes
@@ -31,7 +32,9 @@ class BaseCache:
         self.config, self.pages = config, pages
         self.swapping = swapping or Swapping(CostModel())
         self.swapping.copies.pool = pages
-        self.prefixes = Prefixes(pages, config.prefix_sharing, SwappedPrefixes(self.swapping, pages))
+        states = KeptStates(config.kept_states) if config.kept_states else None
+        swapped = SwappedPrefixes(self.swapping, pages)
+        self.prefixes = Prefixes(pages, config.prefix_sharing, swapped, states)
         self.offloading = offloading or Offloading(self.swapping.tier)
 
 

@@ -120,6 +120,8 @@ class OpenRequests:
     def apply(self, base: str, plan: BasePlan, result: BaseResult, now: float) -> list[Event]:
         """Applies the result of a base's plan, which ended at `now`. Returns the events."""
         events: list[Event] = []
+        if (kept := self.queues.caches[base].prefixes.states) is not None:
+            kept.written(plan.states, result.lost)
         for key, error in {**self._readers_of_spoiled(base, plan, result), **result.lost}.items():
             if key in self.sequences:  # else it was cancelled meanwhile
                 sequence = self.sequences[key]

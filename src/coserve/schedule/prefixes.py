@@ -14,13 +14,15 @@ Version keys must never be reused for other weights (`AdapterBank.next_version` 
 with them can be found until they are reused.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coserve.core.plan import Prefix
+from coserve.core.plan import InferenceSegment, Prefix, StateMove
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.cost import CostModel
+from coserve.schedule.kept_states import KeptStates, is_kept, next_cut
 from coserve.schedule.naming import page_name, root, virtual_names
 from coserve.schedule.swapped_prefixes import SwappedPrefixes
 from coserve.schedule.swapping import Swapping
@@ -66,13 +68,21 @@ class HeldPages:
 
 class Prefixes:
     """Pages of sequences, shared ones included. Without `sharing` only virtual tokens are shared. Pages that
-    nobody reads may be `swapped`."""
+    nobody reads may be `swapped`. Of a base with recurrent layers tokens are found where the state behind
+    them is kept, too (`states`)."""
 
-    def __init__(self, pages: PagePool, sharing: bool, swapped: SwappedPrefixes | None = None) -> None:
+    def __init__(
+        self,
+        pages: PagePool,
+        sharing: bool,
+        swapped: SwappedPrefixes | None = None,
+        states: KeptStates | None = None,
+    ) -> None:
         self._pages = pages
         self._sharing = sharing
         self.swapped = SwappedPrefixes(Swapping(CostModel()), pages) if swapped is None else swapped
         self._unfilled: list[Prefix] = []
+        self.states = states
         self.held = HeldPages(pages)
 
     def pages_for(self, virtual: int, tokens: int) -> int:
@@ -139,6 +149,8 @@ class Prefixes:
         sequence.shared = sequence.named = full
         sequence.template = (begun or virtual[-1:])[0] if rest else None
         sequence.computed, sequence.filled = computed, filled
+        if self.states is not None and computed:
+            self.states.hold(sequence, self._name(sequence, computed // pages.page_size - 1))
         if names:
             self.swapped.load(sequence, names)
         return True
@@ -150,6 +162,8 @@ class Prefixes:
     def leave(self, sequence: Sequence) -> None:
         """Frees all pages of a sequence; named ones can be found until they are reused."""
         self._pages.free(sequence.key)
+        if self.states is not None:
+            self.states.let_go(sequence)
         sequence.pages, sequence.shared, sequence.named, sequence.template = [], 0, 0, None
         sequence.filled = 0
 
@@ -168,6 +182,24 @@ class Prefixes:
         return sequence.key in self.held or all(
             self._found(sequence, index) is not None for index in range(before)
         )
+
+    def next_cut(self, sequence: Sequence) -> int:
+        """The position at which a sequence's next rows end at the latest."""
+        takes_part = self.states is not None and self._takes_part(sequence)
+        return next_cut(sequence, self._pages.page_size) if takes_part else sequence.length
+
+    def state_moves(self, rows: Iterable[tuple[Sequence, InferenceSegment]]) -> tuple[StateMove, ...]:
+        """States that a plan with these rows begins with, for sequences that no plan has named, and keeps."""
+        moves: list[StateMove] = []
+        for sequence, segment in rows if self.states is not None else ():
+            if self.states is None or not self._takes_part(sequence):
+                continue
+            if sequence.told is None and segment.start:
+                moves.append(self.states.begin(sequence))
+            end = segment.start + segment.length
+            if is_kept(sequence, end, self._pages.page_size):
+                moves += self.states.keep(sequence, self._name(sequence, end // self._pages.page_size - 1))
+        return tuple(moves)
 
     def record(self, sequence: Sequence) -> None:
         """Names the pages of a running sequence that are full of known, computed tokens."""
@@ -225,8 +257,13 @@ class Prefixes:
 
     def _usable(self, sequence: Sequence, hits: int) -> int:
         """Own tokens that `hits` found pages cover."""
-        size = self._pages.page_size
-        return max(min(hits * size - sequence.virtual % size, self._most(sequence)), 0)
+        size, most = self._pages.page_size, self._most(sequence)
+        if self.states is not None:
+            hits = min(hits, most // size)
+            while hits > 0 and self._name(sequence, hits - 1) not in self.states:
+                hits -= 1
+            return max(hits, 0) * size
+        return max(min(hits * size - sequence.virtual % size, most), 0)
 
     def _find(self, sequence: Sequence) -> list[int]:
         """Cached pages with its first tokens."""

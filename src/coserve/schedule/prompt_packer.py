@@ -74,7 +74,8 @@ class PromptPacker:
         beside = any(map(is_new, self.queues.running)) and not is_new(sequence)
         limit = INFINITE if is_new(sequence) else self.limit  # a newcomer is not held to others' bounds
         first = all(segment.length == 1 for segment in self.builder.inference)
-        most = min(self.left, sequence.remaining)
+        cut = self.queues.caches.of(sequence).prefixes.next_cut(sequence)
+        most = min(self.left, sequence.remaining, cut - sequence.computed)
         least = min(self.config.min_prefill_rows, most) if first and not beside else 0
         if limit < INFINITE:
             most = self._largest_chunk(sequence, filled, least, most, limit)

@@ -330,16 +330,17 @@ class Scheduler:
         """One base's part of a plan; `step` has what is of the whole step."""
         cache = self.caches[base]
         answers = zip(builder.answering, builder.inference, strict=True)
-        rows = [segment for sequence, segment in answers if sequence.request.base == base]
+        rows = [(sequence, segment) for sequence, segment in answers if sequence.request.base == base]
         windows = zip(builder.batches, builder.training, strict=True)
         trained = [(batch, segment) for batch, segment in windows if batch.base == base]
         moves = cache.swapping.copies.take()
+        states = cache.prefixes.state_moves(rows)
         if is_alone := bool(trained and self._alone[base]):
             self._alone[base] -= 1
         return replace(
             step,
             micro_batches=announce_batches(batch for batch, _ in trained),
-            inference=announce(rows, self.requests.sequences),
+            inference=announce([segment for _, segment in rows], self.requests.sequences),
             prefixes=cache.prefixes.take_unfilled(),
             training=in_order(segment for _, segment in trained),
             passes=self.cost.bases[base].passes(builder.features[base]),
@@ -349,6 +350,7 @@ class Scheduler:
             swap_out=tuple(moves.out.values()),
             swap_in=tuple(moves.back.values()),
             swap_dropped=tuple(moves.dropped),
+            states=states,
         )
 
     def _slice_layers(self, builder: PlanBuilder) -> int:

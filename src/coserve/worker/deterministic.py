@@ -7,11 +7,14 @@ has the same shape. Tokens are drawn and scored row by row.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from msgspec import structs
 from torch import Tensor
 
+from coserve.attention.backend import CommonAttentionMetadata
+from coserve.attention.states import PassStates
 from coserve.attention.tiled import TiledBackend
 from coserve.core.plan import (
     BasePlan,
@@ -61,6 +64,10 @@ class DeterministicPass(FusedPass):
 
     sampler_type = DeterministicSampler
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._begun: set[int] = set()  # rows of the table that a pass of the group under way has
+        super().__init__(*args, **kwargs)
+
     def run(self, plan: BasePlan) -> tuple[dict[int, Sampled], list[TrainingSegment]]:
         """See `FusedPass`. No window shares a pass."""
         if plan.alone is PassesAlone.ALL:
@@ -75,12 +82,20 @@ class DeterministicPass(FusedPass):
         return found, []
 
     def _drawn(self, segments: Sequence[InferenceSegment]) -> list[Drawn]:
+        self._begun.clear()
         passes = map(super()._drawn, _groups(segments))
         return [drawn for its in passes for drawn in its]
 
     def _inference_rows(self, segments: Sequence[InferenceSegment]) -> InferenceBatch:
         tokens, common = self.table.batch(segments, 0)
         return self._batch(segments, tokens, common, adapter_ranges(self.loaded, segments, common.query_lens))
+
+    def _states(
+        self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata
+    ) -> PassStates | None:
+        states = self.table.pass_states(segments, common, by_rows=True, begun=frozenset(self._begun))
+        self._begun.update(self.table.places(segments))  # the next group may have more of their rows
+        return states
 
     def _prompt_windows(self, rows: int) -> list[tuple[int, int]]:
         return [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]

@@ -282,12 +282,18 @@ class FusedPass:
         adapters: list[tuple[slice, Bypasses]],
     ) -> InferenceBatch:
         hidden, calls = self._embed(tokens, common.positions, adapters)
-        states = self.table.pass_states(segments, common)
+        states = self._states(segments, common)
         part = self._part(segments, common, hidden.shape[1], states)
         layers = range(self.base.depth)
         return InferenceBatch(
             segments, common.query_lens, hidden, part, calls, adapters, layers, states=states
         )
+
+    def _states(
+        self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata
+    ) -> PassStates | None:
+        """The rows' states in recurrent layers."""
+        return self.table.pass_states(segments, common)
 
     def _part(
         self,

@@ -256,11 +256,13 @@ def _make(
 
 
 def _states(base: Base, config: EngineConfig) -> StateStore | None:
-    """The states of recurrent layers, of as many sequences as run at once; None without such layers."""
+    """The states of recurrent layers, of as many sequences as run at once, and half as many of beginnings
+    that prompts share; None without such layers."""
     if not base.mixers:
         return None
     try:
-        return StateStore([mixer.shapes for mixer in base.mixers], config.max_running, base.device)
+        slots = config.max_running // 2 if config.prefix_sharing else 0
+        return StateStore([mixer.shapes for mixer in base.mixers], config.max_running, base.device, slots)
     except RuntimeError as error:  # torch is out of memory
         raise ConfigError(
             f"engine.max_running: states of {config.max_running} sequences do not fit into memory"

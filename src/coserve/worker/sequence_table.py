@@ -1,6 +1,6 @@
 """Running sequences on the device: their last tokens and block tables, read by indexing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, PageCopy
 from coserve.attention.states import PassStates, StateStore
-from coserve.core.plan import InferenceSegment
+from coserve.core.plan import InferenceSegment, StateMove
 from coserve.core.request import Request
 from coserve.core.sequence import Sequence as Answer
 from coserve.errors import CoserveError, TogetherFailed
@@ -156,13 +156,31 @@ class SequenceTable:
         )
         return tokens, common
 
+    def begin_states(self, moves: Iterable[StateMove]) -> None:
+        """Has sequences begin with states that were kept."""
+        for move in moves:
+            if self.states is not None and not move.keeps:
+                self.states.begin(self._rows[move.key], move.slot)
+
+    def keep_states(self, moves: Iterable[StateMove]) -> None:
+        """Keeps states of sequences."""
+        for move in moves:
+            if self.states is not None and move.keeps:
+                self.states.keep(self._rows[move.key], move.slot)
+
     def pass_states(
-        self, segments: Sequence[InferenceSegment], common: CommonAttentionMetadata
+        self,
+        segments: Sequence[InferenceSegment],
+        common: CommonAttentionMetadata,
+        by_rows: bool = False,
+        begun: Container[int] = (),
     ) -> PassStates | None:
-        """The segments' states in recurrent layers, for one pass; None where the base has no such layers."""
+        """The segments' states in recurrent layers, for one pass; None where the base has no such layers. See
+        `PassStates`, which has lines where this has rows of the table."""
         if self.states is None:
             return None
-        return PassStates(self.states, self.places(segments), common.query_lens, common.seq_lens)
+        places = self.places(segments)
+        return PassStates(self.states, places, common.query_lens, common.seq_lens, by_rows, begun)
 
     def known(self, segments: Sequence[InferenceSegment], num_decodes: int) -> tuple[list[int], list[int]]:
         """Positions and tokens of the segments' rows on the host, where the first `num_decodes` tokens are

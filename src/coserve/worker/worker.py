@@ -111,6 +111,7 @@ class Worker:
             row_buckets=self.base.row_buckets,
             sites=tuple(self.base.sites.values()),
             streaming=self._streaming,
+            state_slots=self.table.states.slots if self.table.states else 0,
             swap_pages=0 if self._swap_space is None else self._swap_space.pages,
             offload_pages=0 if self._offloaded is None else self._offloaded.pages,
             offload_refusal=self._offload_refusal,
@@ -161,6 +162,7 @@ class Worker:
                 _log.warning("training is paused: %s", failure)
             if plan.idle:
                 time.sleep(min(plan.idle, _NAP))
+            self.table.keep_states(plan.states)
             outputs = self._training.outputs(trained)
             updated, failed = self._training.update(plan.updates)
             if not self._streams.is_training:  # else rows of failed jobs may still run beside answers
@@ -241,6 +243,7 @@ class Worker:
                     self.sessions[micro_batch.job].begin(micro_batch)
         for key, error in self.table.extend(plan.inference).items():
             self.fused.sampler.fail(key, error)
+        self.table.begin_states(plan.states)
         if self._offloaded is not None:
             for segment in plan.inference:
                 if segment.offloaded and segment.new_pages:

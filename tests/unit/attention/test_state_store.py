@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from coserve.attention.states import PassStates, States, StateShape, StateStore, equal_lengths
+from coserve.kernels.recurrent import StatePlaces
 
 SHAPES = (StateShape((3,), torch.float64), StateShape((2, 2), torch.float32))
 WIDTH = 4
@@ -26,6 +27,15 @@ class Summing:
         before[0].fill_(torch.nan)  # a mixer may write there
         return sums.reshape(1, -1, 1).expand(1, -1, WIDTH), after
 
+    def update(self, rows: slice, states: list[StatePlaces]) -> Tensor | None:
+        """A kernel that reads and writes where states lie, in every second mixer."""
+        if not self.number:
+            return None
+        out, after = self.run(rows, rows.stop - rows.start, tuple(one.read() for one in states))
+        for one, state in zip(states, after, strict=True):
+            one.write(state)
+        return out
+
     def zeros(self, rows: int) -> Tensor:
         return torch.zeros(1, rows, WIDTH, dtype=torch.float64)
 
@@ -33,9 +43,17 @@ class Summing:
 def test_each_sequence_has_its_own_state_and_passes_that_fail_leave_none() -> None:
     draws = random.Random("states")
     generator = torch.Generator().manual_seed(0)
-    store = StateStore([SHAPES, SHAPES], 6, torch.device("cpu"))
+    store = StateStore([SHAPES, SHAPES], 6, torch.device("cpu"), slots=2)
     seen: dict[int, list[float]] = {}  # the rows of each line's sequence
+    kept: dict[int, list[float]] = {}  # of each slot's
     for _ in range(60):
+        line, slot = draws.randrange(6), draws.randrange(2)
+        if line in seen and draws.random() < 0.5:
+            store.keep(line, slot)
+            kept[slot] = seen[line]
+        elif slot in kept:
+            store.begin(line, slot)
+            seen[line] = kept[slot]
         lines = draws.sample(range(6), draws.randint(1, 6))
         for line in lines:
             if draws.random() < 0.2:
@@ -58,7 +76,7 @@ def test_each_sequence_has_its_own_state_and_passes_that_fail_leave_none() -> No
             states.commit()
             for line, own in zip(lines, x.split(lens), strict=True):
                 seen[line] = [*seen.get(line, ()), *own.tolist()]
-    assert store.nbytes == 2 * 2 * 6 * (3 * 8 + 4 * 4)
+    assert store.nbytes == 2 * (2 * 6 + 2) * (3 * 8 + 4 * 4)
 
 
 def test_neighbours_of_equal_length_are_one_call() -> None:

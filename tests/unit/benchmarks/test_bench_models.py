@@ -9,6 +9,14 @@ from transformers import PreTrainedModel
 
 from coserve.errors import ConfigError
 from coserve_benchmarks.models import run, shrunk, sweep
+from coserve_benchmarks.models.hybrid import (
+    BARS,
+    HybridSizes,
+    dense_model,
+    hybrid_model,
+    print_hybrid,
+    run_hybrid,
+)
 from coserve_benchmarks.models.page import render
 from coserve_benchmarks.models.run import NAMES, join_runs, run_models
 from coserve_benchmarks.redraw import redraw
@@ -41,6 +49,21 @@ def test_types_are_exact_refused_or_not_built(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no JSON of"):
         (tmp_path / "other.json").write_text("{}")
         join_runs([tmp_path / "other.json"])
+
+
+def test_a_hybrid_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Quickly: what comes out says nothing, but for how large the models are."""
+    found = run_hybrid(quick=True, json_path=tmp_path / "hybrid.json")
+    assert all(found[key] > 0 for key in BARS) and found["met"].keys() == BARS.keys()
+    assert json.loads((tmp_path / "hybrid.json").read_text()).keys() == found.keys()
+    print_hybrid(found)
+    assert "bar ≤ 1.2" in capsys.readouterr().out
+    whole = HybridSizes(hidden=192, layers=4, intermediate=640, vocabulary=1024)
+    own = sum(p.nbytes for p in hybrid_model(whole).parameters())
+    dense = dense_model(whole, own)
+    assert dense.config.model_type == "qwen3"
+    tied = {id(p): p.nbytes for p in dense.parameters()}
+    assert sum(tied.values()) == pytest.approx(own, rel=0.01)
 
 
 def test_a_wrong_model_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

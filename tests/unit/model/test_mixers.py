@@ -6,12 +6,13 @@ import random
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
+from coserve.kernels.native.build import library
 from coserve.model.linear import frozen
 from coserve.model.load import load_base
 from coserve.model.recurrent import Mixer, MixerRun, WindowCache
 from coserve_benchmarks.models import shrunk
 from models import tiny
-from recurrent import build
+from recurrent import SHAPES, build
 
 
 def mixers_of(name: str) -> list[Mixer]:
@@ -47,6 +48,8 @@ def test_one_that_forgets_its_state_goes_by_rows() -> None:
     two, _ = mixers_of("mamba2")
     assert one.anatomy.by_rows and not two.anatomy.by_rows
     assert names(one) == [("in_proj", 1.0)]
+    if library(torch.float32) is not None:
+        assert all(mixers_of(name)[0].anatomy.in_place for name in SHAPES)
     base = load_base(build("mamba"))
     inside = [path for path in base.linears if path.endswith(("x_proj", "dt_proj"))]
     assert len(inside) == 4 and not set(inside) & set(base.sites)

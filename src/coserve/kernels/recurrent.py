@@ -1,0 +1,76 @@
+"""State updates of recurrent layers for one row of each of some sequences: the plain twins of
+`native/recurrent.py`, in any type of numbers."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class StatePlaces(NamedTuple):
+    """States of n sequences among those that lie in `held` [places, ...]: at `before` [n] those to read, at
+    `after` [n], all of them other places, those to write. int64."""
+
+    held: Tensor
+    before: Tensor
+    after: Tensor
+
+    def read(self) -> Tensor:
+        """Copies of the states [n, ...]."""
+        return self.held.index_select(0, self.before)
+
+    def write(self, states: Tensor) -> None:
+        """Writes the states [n, ...] after the row."""
+        self.held.index_copy_(0, self.after, states.to(self.held.dtype))
+
+
+def conv_update(
+    x: Tensor, weight: Tensor, bias: Tensor | None, with_silu: bool, places: StatePlaces
+) -> Tensor:
+    """A causal convolution of each channel by itself, of x [n, channels]; its states are the last columns
+    [channels, width]. weight [channels, width], bias [channels]. Returns [n, channels]."""
+    columns = torch.cat((places.read()[..., 1:], x[..., None].to(places.held.dtype)), -1)
+    places.write(columns)
+    y = (columns * weight).sum(-1)
+    y = y if bias is None else y + bias
+    return F.silu(y) if with_silu else y
+
+
+def delta_update(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, is_normed: bool, places: StatePlaces
+) -> Tensor:
+    """The gated delta rule: q and k [n, key heads, keys], v [n, heads, values], log_decay and beta [n,
+    heads]; states [heads, keys, values]. q and k have length 1 where `is_normed`. Returns [n, heads,
+    values]."""
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1).to(places.held.dtype) for x in (q, k))
+    if is_normed:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    state = places.read() * log_decay.exp()[..., None, None]
+    learned = (v - torch.einsum("nhk,nhkv->nhv", k, state)) * beta[..., None]
+    state = state + k[..., None] * learned[..., None, :]
+    places.write(state)
+    y: Tensor = torch.einsum("nhk,nhkv->nhv", q, state) * q.shape[-1] ** -0.5
+    return y.to(v.dtype)
+
+
+def selective_update(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    places: StatePlaces,
+) -> Tensor:
+    """Mamba's recurrence: x [n, heads, width], time steps dt [n, heads], a [heads, states], b and c [n,
+    groups, states], d [heads], the gate z [n, heads, width]; states [heads, width, states]. Mamba 1 has a
+    head for each channel, of width 1. Returns [n, heads, width]."""
+    b, c = (y.repeat_interleave(x.shape[1] // y.shape[1], 1).to(places.held.dtype) for y in (b, c))
+    decay = (dt[..., None] * a).exp()[:, :, None]
+    state = places.read() * decay + (dt[..., None] * x)[..., None] * b[:, :, None]
+    places.write(state)
+    y = torch.einsum("nhps,nhs->nhp", state, c)
+    y = y if d is None else y + x * d[:, None]
+    return (y if z is None else y * F.silu(z)).to(x.dtype)

@@ -1,0 +1,173 @@
+"""Decode rows of recurrent mixers by the kernels of a CPU, which read and write states where they lie.
+
+A mixer's code calls functions of its module for one row of each sequence: a step of a causal convolution, of
+the gated delta rule or of Mamba's recurrence. It gets a copy of its own code in which these names are other
+functions. These compute as their own, unless they are given `StatePlaces` instead of states. An experiment
+tells whether the mixer gives the same outputs and states then.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from inspect import unwrap
+from types import FunctionType, MethodType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from coserve.kernels.native import ops, recurrent
+from coserve.kernels.recurrent import StatePlaces
+
+_NEAR: Final = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # relative difference of the experiment's results
+
+Function = Callable[..., Any]
+
+
+def _convolve(
+    own: Function,
+    hidden_states: Tensor,
+    conv_state: Tensor | StatePlaces,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    if not isinstance(conv_state, StatePlaces):
+        y: Tensor = own(hidden_states, conv_state, weight, bias, activation)
+        return y
+    x = hidden_states[..., 0]
+    if activation in (None, "silu") and recurrent.takes_conv(x, weight, bias, conv_state):
+        return recurrent.conv_update(x, weight, bias, activation is not None, conv_state)[..., None]
+    states = conv_state.read()
+    y = own(hidden_states, states, weight, bias, activation)  # writes in place
+    conv_state.write(states)
+    return y
+
+
+def _learn(
+    own: Function,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | StatePlaces | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    given = partial(own, query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    if not isinstance(initial_state, StatePlaces):
+        found: tuple[Tensor, Any] = given(initial_state=initial_state, **kwargs)
+        return found
+    row = query[:, 0], key[:, 0], value[:, 0], g[:, 0], beta[:, 0]
+    if recurrent.takes_delta(*row, initial_state):
+        return recurrent.delta_update(*row, use_qk_l2norm_in_kernel, initial_state)[:, None], initial_state
+    y, states = given(initial_state=initial_state.read(), **kwargs)
+    initial_state.write(states)
+    return y, initial_state
+
+
+def _select(
+    own: Function,
+    state: Tensor | StatePlaces,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Mamba 2 has heads of several channels, whose time steps and decays are expanded to its channels and
+    states; Mamba 1 has channels alone."""
+    given = partial(own, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
+    if not isinstance(state, StatePlaces):
+        y: Tensor = given(state, hidden_states, dt, A, B, C)
+        return y
+    if hidden_states.ndim == 2:
+        x, one_z = hidden_states[..., None], None if z is None else z[..., None]
+        places, step, decay, b, c = state._replace(held=state.held[:, :, None]), dt, A, B[:, None], C[:, None]
+        ends, bias = D, dt_bias
+    else:
+        x, one_z, places, b, c = hidden_states, z, state, B, C
+        step, decay, ends, bias = dt[..., 0], A[:, 0], _first(D), _first(dt_bias)
+    if bias is not None:
+        step = step + bias.to(step.dtype)
+    step = (nn.functional.softplus(step) if dt_softplus else step).float()
+    if _is_expanded(x, dt, A, D, dt_bias) and recurrent.takes_selective(x, step, decay, b, c, one_z, places):
+        ends = None if ends is None else ends.float().contiguous()
+        return recurrent.selective_update(x, step, decay, b, c, ends, one_z, places).view_as(hidden_states)
+    states = state.read()
+    y = given(states, hidden_states, dt, A, B, C)  # writes in place
+    state.write(states)
+    return y
+
+
+def _first(x: Tensor | None) -> Tensor | None:
+    """The number of each head's first channel."""
+    return None if x is None else x[..., 0]
+
+
+def _is_expanded(x: Tensor, dt: Tensor, A: Tensor, D: Tensor | None, dt_bias: Tensor | None) -> bool:
+    """Tells whether all channels of a head have the same time step, decay, D and bias."""
+    if x.shape[2] == 1 or dt.ndim == 2:
+        return True
+    own = (one.stride(-1) == 0 for one in (dt, D, dt_bias) if one is not None)
+    return all(own) and A.stride(1) == 0
+
+
+_UPDATES: Final[Mapping[str, Function]] = {
+    "causal_conv1d_update": _convolve,
+    "torch_recurrent_gated_delta_rule": _learn,
+    "mamba_selective_state_update": _select,
+    "mamba2_selective_state_update": _select,
+}
+
+
+@cache
+def _with_updates(own: FunctionType) -> FunctionType | None:
+    """A copy of a mixer's forward that calls these functions; None for one that calls none of them."""
+    called = [name for name in own.__code__.co_names if name in _UPDATES and name in own.__globals__]
+    if not called:
+        return None
+    names = own.__globals__ | {name: partial(_UPDATES[name], own.__globals__[name]) for name in called}
+    copied = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    copied.__kwdefaults__ = own.__kwdefaults__
+    return copied
+
+
+@torch.no_grad()
+def updates_places(
+    module: nn.Module,
+    run: Callable[[Mapping[Any, Any]], tuple[Tensor, Mapping[Any, Tensor]]],
+    states: Mapping[Any, Tensor],
+) -> bool:
+    """Gives a mixer the copy of its code, and tells whether it updates states where they lie: `run` gives its
+    output for two sequences' rows, and their states, from given ones. `states` are possible, of one."""
+    own = unwrap(type(module).forward)
+    if not isinstance(own, FunctionType) or "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+        return False
+    like = next(module.parameters())
+    if not ops.takes(like) or (copied := _with_updates(own)) is None:
+        return False
+    both = {key: torch.cat((state, -0.5 * state)) for key, state in states.items()}
+    wanted, after = run({key: state.clone() for key, state in both.items()})
+    before, behind = torch.tensor([3, 0]), torch.tensor([2, 5])
+    places = {
+        key: StatePlaces(state.new_zeros(6, *state.shape[1:]).index_copy_(0, before, state), before, behind)
+        for key, state in both.items()
+    }
+    module.forward = MethodType(copied, module)
+    try:
+        found, _ = run(places)
+    except (TypeError, AttributeError, RuntimeError, ValueError):  # other functions have these states
+        del module.__dict__["forward"]
+        return False
+    near = _NEAR[like.dtype]
+    pairs = [(found, wanted), *((places[key].held[behind], state) for key, state in after.items())]
+    if all(float((one - two).norm()) <= near * float(two.norm()) for one, two in pairs):
+        return True
+    del module.__dict__["forward"]
+    return False

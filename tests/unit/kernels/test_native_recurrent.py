@@ -1,0 +1,219 @@
+"""Kernels of recurrent layers against transformers' own functions and their plain twins, on fresh random
+inputs: one row and many, odd sizes, strided inputs, states at scattered places."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.mamba.modeling_mamba import causal_conv1d_update, mamba_selective_state_update
+from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_recurrent_gated_delta_rule
+
+from compiled import each_type, in_type, numbers  # noqa: F401  # a fixture
+from coserve.kernels import recurrent as plain
+from coserve.kernels.native import recurrent
+from coserve.kernels.recurrent import StatePlaces
+
+DRAWS = random.Random()
+# Of results, relative to the largest: bfloat16 keeps 8 bits of each of some factors; sums are in float32.
+NEAR = {torch.bfloat16: 3e-2, torch.float32: 2e-5}
+TRIES = 8
+
+
+@pytest.fixture(autouse=True)
+def _without_graph() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+    return in_type(torch.randn(shape) * scale)
+
+
+def strided(*shape: int) -> Tensor:
+    """Rows with other numbers between them."""
+    return drawn(shape[0], 2, *shape[1:])[:, 1]
+
+
+def placed(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> StatePlaces:
+    order = torch.randperm(2 * rows + 3)
+    return StatePlaces(torch.randn(2 * rows + 3, *shape).to(dtype), order[:rows], order[rows : 2 * rows])
+
+
+def assert_near(got: Tensor, want: Tensor, near: float) -> None:
+    assert got.shape == want.shape and torch.isfinite(got).all()
+    assert float((got.double() - want).abs().max()) <= near * float(want.double().abs().max()) + 1e-30
+
+
+def check(
+    places: StatePlaces,
+    own: Callable[[Tensor], tuple[Tensor, Tensor]],
+    kernel: Callable[[StatePlaces], Tensor],
+    twin: Callable[[StatePlaces], Tensor],
+) -> None:
+    """The output and states of transformers' own function of states [n, ...], of the kernel, and of its twin
+    in float64; other places are as they were."""
+    near, before = NEAR[numbers.dtype], places.held.clone()
+    want, states = own(places.read())
+    exact = StatePlaces(places.held.double(), places.before, places.after)
+    for run, where in ((kernel, places), (twin, exact)):
+        assert_near(run(where), want, near)
+        assert_near(where.held[where.after], states, near)
+    others = torch.ones(len(before), dtype=torch.bool)
+    others[places.after] = False
+    assert torch.equal(places.held[others], before[others])
+    assert_near(places.held[places.after], exact.held[places.after], near)
+
+
+def check_convolution(with_silu: bool) -> None:
+    rows, channels, width = (
+        DRAWS.choice([1, 2, 17]),
+        DRAWS.choice([1, 7, 64, 1001]),
+        DRAWS.choice([2, 3, 4]),
+    )
+    places, x, weight = (
+        placed(rows, channels, width, dtype=numbers.dtype),
+        strided(rows, channels),
+        drawn(channels, width),
+    )
+    bias = DRAWS.choice([None, drawn(channels)])
+    assert recurrent.takes_conv(x, weight, bias, places)
+
+    def own(states: Tensor) -> tuple[Tensor, Tensor]:
+        y = causal_conv1d_update(x[..., None], states, weight, bias, "silu" if with_silu else None)
+        return y[..., 0], states
+
+    def twin(where: StatePlaces) -> Tensor:
+        exact = None if bias is None else bias.double()
+        return plain.conv_update(x.double(), weight.double(), exact, with_silu, where)
+
+    check(places, own, lambda where: recurrent.conv_update(x, weight, bias, with_silu, where), twin)
+
+
+@pytest.mark.parametrize("with_silu", [False, True])
+def test_a_step_of_a_convolution(with_silu: bool) -> None:
+    for _ in range(TRIES):
+        check_convolution(with_silu)
+
+
+def check_delta_rule(is_normed: bool) -> None:
+    rows, groups, share = DRAWS.choice([1, 2, 17]), DRAWS.choice([1, 3]), DRAWS.choice([1, 2])
+    keys, values = DRAWS.choice([1, 5, 16, 64]), DRAWS.choice([1, 7, 32, 64])
+    size = 1.0 if is_normed else keys**-0.5
+    q, k, v = (
+        strided(rows, groups, keys) * size,
+        strided(rows, groups, keys) * size,
+        strided(rows, groups * share, values),
+    )
+    decay, beta = -torch.rand(rows, groups * share), drawn(rows, groups * share).sigmoid()
+    places, row = placed(rows, groups * share, keys, values), (q, k, v, decay, beta)
+    assert recurrent.takes_delta(*row, places)
+
+    def own(states: Tensor) -> tuple[Tensor, Tensor]:
+        y, after = torch_recurrent_gated_delta_rule(
+            *(x[:, None] for x in (q, k, v)),
+            g=decay[:, None],
+            beta=beta[:, None],
+            initial_state=states,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=is_normed,
+        )
+        return y[:, 0], after
+
+    check(
+        places,
+        own,
+        lambda where: recurrent.delta_update(*row, is_normed, where),
+        lambda where: plain.delta_update(*(x.double() for x in row), is_normed, where),
+    )
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_a_step_of_the_gated_delta_rule(is_normed: bool) -> None:
+    for _ in range(TRIES):
+        check_delta_rule(is_normed)
+
+
+def check_recurrence(is_second: bool, is_gated: bool) -> None:
+    rows, groups, states = (
+        DRAWS.choice([1, 2, 17]),
+        1 + is_second * DRAWS.choice([0, 1]),
+        DRAWS.choice([1, 8, 33]),
+    )
+    heads, width = groups * DRAWS.choice([1, 3, 20]), is_second * DRAWS.choice([2, 7, 16]) or 1
+    x, b, c = strided(rows, heads, width), strided(rows, groups, states), strided(rows, groups, states)
+    z = strided(rows, heads, width) if is_gated else None
+    raw, bias, d = drawn(rows, heads), drawn(heads), drawn(heads)
+    a = -torch.rand(heads, 1 if is_second else states).expand(heads, states)
+    places = placed(rows, heads, width, states)
+    step = F.softplus(raw + bias).float()
+    assert recurrent.takes_selective(x, step, a, b, c, z, places)
+
+    def own(before: Tensor) -> tuple[Tensor, Tensor]:
+        if is_second:
+            whole = raw[..., None].expand(-1, -1, width), a[:, None].expand(-1, width, -1)
+            ends = (one[:, None].expand(-1, width) for one in (d, bias))
+            y = mamba2_selective_state_update(before, x, *whole, b, c, next(ends), next(ends), True, z=z)
+            return y, before
+        one = before[:, :, 0]
+        gate = None if z is None else z[..., 0]
+        y = mamba_selective_state_update(one, x[..., 0], raw, a, b[:, 0], c[:, 0], d, bias, True, z=gate)
+        return y[..., None], one[:, :, None]
+
+    def twin(where: StatePlaces) -> Tensor:
+        exact = None if z is None else z.double()
+        return plain.selective_update(
+            x.double(), step.double(), a.double(), b.double(), c.double(), d.double(), exact, where
+        )
+
+    check(places, own, lambda where: recurrent.selective_update(x, step, a, b, c, d.float(), z, where), twin)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_step_of_mambas_recurrence(is_second: bool, is_gated: bool) -> None:
+    """Mamba 1 has a decay for each state, of channels by themselves; Mamba 2 one for a head."""
+    for _ in range(TRIES):
+        check_recurrence(is_second, is_gated)
+
+
+@pytest.mark.parametrize("is_gated_first", [False, True])
+def test_a_norm_with_a_gate_is_the_models_own(is_gated_first: bool) -> None:
+    for _ in range(TRIES):
+        rows, groups, size = (
+            DRAWS.choice([1, 2, 70]),
+            1 + is_gated_first * DRAWS.choice([0, 2]),
+            DRAWS.choice([1, 7, 64]),
+        )
+        width = groups * size
+        own = BambaRMSNormGated(width, size, 1e-5) if is_gated_first else Qwen3_5RMSNormGated(width, 1e-5)
+        own.weight.copy_(torch.randn(width))
+        own.to(numbers.dtype)
+        x, gate = (
+            drawn(1, rows, width, scale=DRAWS.choice([1e-2, 1.0, 30.0])),
+            drawn(1, rows, width + 3)[..., :width],
+        )
+        found = recurrent.rms_norm_gated(x, gate, own.weight, groups, 1e-5, is_gated_first)
+        torch.testing.assert_close(found, own(x, gate), rtol=NEAR[numbers.dtype], atol=1e-6)
+
+
+def test_rows_do_not_depend_on_their_neighbours_or_on_threads() -> None:
+    rows, heads, keys = 40, 4, 32
+    q, k, v = (drawn(rows, heads, keys) for _ in range(3))
+    decay, beta, places = (
+        -torch.rand(rows, heads),
+        drawn(rows, heads).sigmoid(),
+        placed(rows, heads, keys, keys),
+    )
+    whole = recurrent.delta_update(q, k, v, decay, beta, True, places)
+    states = places.held.clone()
+    for row in range(rows):
+        one = slice(row, row + 1)
+        alone = StatePlaces(places.held, places.before[one], places.after[one])
+        own = recurrent.delta_update(q[one], k[one], v[one], decay[one], beta[one], True, alone)
+        assert torch.equal(own, whole[one])
+    assert torch.equal(places.held, states)
