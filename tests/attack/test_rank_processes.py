@@ -123,7 +123,7 @@ class _Told:
 @pytest.mark.parametrize("token", [3, 4])
 def test_ranks_that_draw_other_tokens_are_lost(token: int) -> None:
     executor = RemoteExecutor.__new__(RemoteExecutor)
-    executor._why = ""
+    executor._lost = None
     executor.workers = [_Told("rank 0", 3), _Told("rank 1", token)]  # type: ignore[list-item]
     if token == 3:
         assert executor._receive(BasePlan()).sampled[7].token == 3
@@ -135,7 +135,7 @@ def test_ranks_that_draw_other_tokens_are_lost(token: int) -> None:
 def test_ranks_of_which_one_fails_at_a_command_are_lost() -> None:
     """All may fail: that is the caller's alone."""
     executor = RemoteExecutor.__new__(RemoteExecutor)
-    executor._why = ""
+    executor._lost = None
     executor.workers = [_Told("rank 0", 3), _Told("rank 1", 3)]  # type: ignore[list-item]
     codec = Codec.__new__(Codec)
     done, failed = codec.encode_reply(None), codec.encode_fault(OutOfMemory("no bytes"))
@@ -171,7 +171,7 @@ def test_models_that_cannot_be_cut(
 
 @pytest.mark.parametrize(
     "setting",
-    [{"quantize": "8bit"}, {"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
+    [{"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
      {"deterministic": True}, {"tensor_parallel": 65}, {"tensor_parallel": 0}],
 )  # fmt: skip
 def test_settings_that_do_not_go_with_ranks(setting: dict[str, Any]) -> None:
