@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
-from coserve.errors import ConfigError, CoserveError
+from coserve.errors import ConfigError, CoserveError, RequestError
 from coserve.split.address import Address
 from coserve.split.attach import attach
 from coserve.split.batching import BatchingConfig
@@ -29,7 +29,7 @@ from coserve.train.example import Example
 from mixed import SAMPLING
 from models import save, tiny
 from split_process import executor_process
-from split_served import differences, drawn_ids, results
+from split_served import differences, drawn_ids, results, serving
 
 TOLERANCE = 1e-5  # float32: sums in another order round differently
 CONFIG = EngineConfig(calibrate=False, cache_tokens=1024, page_size=4, base_patience=0.2)
@@ -146,6 +146,9 @@ def test_what_does_not_go_with_ranks(tmp_path: Path) -> None:
         )
     with (
         served("llama", 2, "cut", tmp_path) as (_, address),
-        pytest.raises(CoserveError, match="cannot be shared"),
+        serving(tiny("llama"), tmp_path / "model") as one,
     ):
-        attach(tiny("llama"), address, privacy=Shares(address))
+        client = tiny("llama")
+        with pytest.raises(RequestError, match="products of the field are not computed over ranks"):
+            attach(client, address, privacy=Shares(one.address))
+            client(drawn_ids(1, 3))

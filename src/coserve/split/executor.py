@@ -30,7 +30,7 @@ from coserve.split.layers import LayerChoice
 from coserve.split.linears import digests_of, find_linears, grouped, shape_of
 from coserve.split.messages import VERSION, BaseHello, Dtype, ExecutorStatus, GroupShape, Limits, LinearCall
 from coserve.split.payload import DTYPES
-from coserve.split.privacy.field import exponent_of, product, total
+from coserve.split.privacy.field import exponents_of, product, total
 from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
 from coserve.split.spans import BaseSpan, compute, module_spans
@@ -70,11 +70,8 @@ class BaseLinears:
         head = next((p for p, module in every.items() if module is model.get_output_embeddings()), None)
         found = {path: every[path] for path in (choice or LayerChoice()).chosen(every, head)}
         whole = {path: shape_of(module) for path, module in found.items()}
-        exponents = {
-            path: exponent
-            for path, module in ({} if over else found).items()
-            if (exponent := exponent_of(module.weight)) is not None  # type: ignore[arg-type]
-        }
+        weights: dict[str, Tensor] = {path: module.weight for path, module in found.items()}  # type: ignore[misc]
+        exponents = exponents_of(weights) if over is None else over.exponents(weights)
         contents = contents or ModelContents(model)
         digests = digests_of(found, contents.of if over is None else over.contents(contents)) or {}
         contents.remember()
@@ -82,7 +79,7 @@ class BaseLinears:
         self.hello = BaseHello(
             VERSION,
             linears_digest(digests),
-            _dtype_of(model, [module.weight for module in found.values()]),  # type: ignore[misc]
+            _dtype_of(model, [*weights.values()]),
             tuple(
                 GroupShape(
                     shapes[paths[0]][1],
@@ -97,7 +94,7 @@ class BaseLinears:
             shard=None if shard is None else shard.shape,
         )
         chosen, self._exponents = frozenset(shapes), exponents
-        del every, found
+        del every, found, weights
         self._placements: dict[str, Placement] = {}
 
         def place(path: str, weight: Tensor, bias: Tensor | None) -> Placement:

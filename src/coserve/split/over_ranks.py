@@ -8,12 +8,12 @@ are put together. In `gathered`, as in FSDP, a rank computes some rows, and gath
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -30,8 +30,10 @@ from coserve.split.executor import BaseLinears
 from coserve.split.layers import LayerChoice
 from coserve.split.linears import find_linears, shape_of
 from coserve.split.messages import Limits, LinearCall
+from coserve.split.privacy.field import exponents_of
 
 PLACEMENTS: Final = ("cut", "gathered")
+_NONE: Final = -(1 << 20)  # less than any exponent
 Tell = Callable[[LinearCall, Sequence[Tensor]], AbstractContextManager[None]]  # tells other ranks of a call
 
 
@@ -51,7 +53,7 @@ class LinearsOverRanks:
         if not self.gathers:
             self._paired = _pairs(model, self.ranks.count)
         styles = dict(planned_modules(model)) if self._paired else {}
-        shards: dict[int, Shard] = {}
+        shards: dict[str, Shard] = {}
         for path, linear in linears.items():
             cut = self._cut_of(*shape_of(linear))
             if path in self._paired and styles[path] == "rowwise":
@@ -59,16 +61,26 @@ class LinearsOverRanks:
             self._cuts[path] = cut
             if cut is not Cut.WHOLE:
                 dim = 0 if cut is Cut.COLWISE else 1
-                shards[id(linear.weight)] = Shard(1 - dim if isinstance(linear, Conv1D) else dim)
+                shards[f"{path}.weight"] = Shard(1 - dim if isinstance(linear, Conv1D) else dim)
             if cut is Cut.COLWISE and linear.bias is not None:
-                shards[id(linear.bias)] = Shard(0)
-        every = model.named_parameters(remove_duplicate=False)  # an embedding may be the head, too
-        tensors = {name: shards[id(own)] for name, own in every if id(own) in shards}
-        cut_parameters(model, tensors, self.ranks.count, self._device)
+                shards[f"{path}.bias"] = Shard(0)
+        for name, source in model.all_tied_weights_keys.items():  # the head's weight is the embedding's
+            if name in shards:
+                shards[source] = shards[name]
+        cut_parameters(model, shards, self.ranks.count, self._device)
 
     def contents(self, contents: ModelContents) -> Callable[[Mapping[str, Tensor]], Contents]:
         """How content hashes of whole tensors are found; all ranks call this together."""
         return lambda tensors: contents_over_ranks(tensors, contents, self.ranks)
+
+    def exponents(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
+        """As `exponents_of` whole weights; all ranks call this together."""
+        parts: dict[str, Any] = {path: weight.data for path, weight in weights.items()}
+        parts = {path: own.to_local() if isinstance(own, DTensor) else own for path, own in parts.items()}
+        own = exponents_of(parts)  # of the largest weight that a rank has; the least is that of all
+        exponents = torch.tensor([own.get(path, _NONE) for path in weights], device=self._device)
+        least = self.ranks.whole(exponents[None], 0).amin(0).tolist()
+        return {path: found for path, found in zip(weights, least, strict=True) if found != _NONE}
 
     def unwrap(self, model: PreTrainedModel) -> None:
         """Leaves of each parameter what the rank has."""
