@@ -46,12 +46,16 @@ class LinearsOverRanks:
         self._paired = frozenset[str]()
 
     def cut(self, model: PreTrainedModel) -> None:
-        """Has the parameters of a model on the meta device say how they are cut: linears by their outputs
-        where ranks divide these, else by their inputs, else not at all. The last linear of a feed-forward
-        layer is cut by its inputs, which ranks have from those before it."""
+        """Has the parameters of a model on the meta device say how they are cut."""
+        cut_parameters(model, self.shards(model), self.ranks.count, self._device)
+
+    def shards(self, model: PreTrainedModel) -> dict[str, Shard]:
+        """Decides how a model's parameters are cut: linears by their outputs where ranks divide these, else
+        by their inputs, else not at all. The last linear of a feed-forward layer is cut by its inputs, which
+        ranks have from those before it."""
         linears = {path: linear for path, (_, linear) in find_linears(model).items()}
         if not self.gathers:
-            self._paired = _pairs(model, self.ranks.count)
+            self._paired = paired_linears(model, self.ranks.count)
         styles = dict(planned_modules(model)) if self._paired else {}
         shards: dict[str, Shard] = {}
         for path, linear in linears.items():
@@ -67,7 +71,7 @@ class LinearsOverRanks:
         for name, source in model.all_tied_weights_keys.items():  # the head's weight is the embedding's
             if name in shards:
                 shards[source] = shards[name]
-        cut_parameters(model, shards, self.ranks.count, self._device)
+        return shards
 
     def contents(self, contents: ModelContents) -> Callable[[Mapping[str, Tensor]], Contents]:
         """How content hashes of whole tensors are found; all ranks call this together."""
@@ -110,7 +114,7 @@ class LinearsOverRanks:
         return Cut.ROWWISE if inputs % self.ranks.count == 0 else Cut.WHOLE
 
 
-def _pairs(model: PreTrainedModel, ranks: int) -> frozenset[str]:
+def paired_linears(model: PreTrainedModel, ranks: int) -> frozenset[str]:
     """Paths of linears of feed-forward layers, of which transformers' plan cuts the last one by inputs: what
     ranks have of the others' outputs is what they need of its inputs."""
     groups: dict[str, list[tuple[str, str]]] = {}

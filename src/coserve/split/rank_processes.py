@@ -181,7 +181,7 @@ def _end_process(why: str) -> None:
 
 def _loaded(start: RankStart, limits: Limits | None, tell: Tell | None) -> RankedLinears:
     """Joins the other ranks and loads one's part. Raises ConfigError and ModelError."""
-    device = torch.device(start.device, start.rank.number if start.device == "cuda" else None)
+    device = torch.device(f"cuda:{start.rank.number}" if start.device == "cuda" else start.device)
     over = LinearsOverRanks(join(start.rank, device), start.gathers, device)
     contents = ModelContents(start.model)
     loaded = load_model(start.model, start.dtype, over.cut)
@@ -210,6 +210,7 @@ def main(descriptor: int) -> None:
     ranks = linears.over.ranks
     while (message := messages.read()) is not None:
         told = msgspec.msgpack.decode(message, type=_Told)
+        assert told.call.dtype != "field", "the first rank refuses those"
         dtype = DTYPES[told.call.dtype]
         made = [torch.empty(shape, dtype=dtype, device=linears.device) for shape in told.shapes]
         linears.share(told.call, [ranks.of(0, tensor) for tensor in made])

@@ -219,6 +219,7 @@ def run_service(
         signal.signal(number, lambda number, _: heard.append(number))
     limits = Limits(rows=min(Limits().rows, config.client_rows))
     keep_freed_memory()  # in one arena: each client has threads, whose own would grow to its largest call
+    linears: BaseLinears
     if ranks > 1:
         linears, _ = load_over_ranks(model, ranks, placement, dtype, limits, choice, device)
         config = replace(config, products=1)  # ranks compute one call at a time
