@@ -99,6 +99,7 @@ def test_a_rank_that_hangs_is_named(engine: Engine, number: int, monkeypatch: py
     assert lost(engine, True) == said  # before it is looked at whether a signal has stopped it
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(RANKS))
 def test_a_rank_that_a_signal_stops_is_named(
     engine: Engine, number: int, monkeypatch: pytest.MonkeyPatch

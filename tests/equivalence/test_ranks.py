@@ -103,6 +103,7 @@ def test_ranks_compute_what_one_does(
             torch.testing.assert_close(other, weight, rtol=0, atol=tolerance, msg=path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "bits", "changes"),
     [
