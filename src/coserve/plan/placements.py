@@ -4,9 +4,9 @@ There are no formulas of placements: the placements themselves run on tensors wi
 to collectives is counted.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,20 +101,23 @@ class _Pricing:
     def price(self) -> PricedPlacement:
         forward, back = self._counted(self._forward), self._counted(self._back)
         kept = sum(called.nbytes for called, _ in self._placed.values())
-        largest = max(linear.weight.nbytes for linear in self._linears.values())  # type: ignore[union-attr]
-        gathered = largest if self._over.gathers else 0
-        return PricedPlacement(self._name, kept, int(gathered), forward[0], back[0], forward[1], back[1])
+        sizes = [
+            math.prod(shape_of(own)) * self._weight(path).itemsize for path, own in self._linears.items()
+        ]
+        gathered = max(sizes) if self._over.gathers else 0
+        return PricedPlacement(self._name, kept, gathered, forward[0], back[0], forward[1], back[1])
 
     def _place(self, path: str, shards: Mapping[str, Shard]) -> tuple[Placement, Placement]:
         """The placements of a linear, given a rank's part of it without data."""
         linear, parts, shape = self._linears[path], self._ranks.count, [*shape_of(self._linears[path])]
-        weight: Any = linear.weight
         if (shard := shards.get(f"{path}.weight")) is not None:
             shape[1 - shard.dim if isinstance(linear, Conv1D) else shard.dim] //= parts
         bias = None
         if isinstance(linear.bias, Tensor):
-            bias = weight.new_empty(len(linear.bias) // (parts if f"{path}.bias" in shards else 1))
-        return self._over.placed(path, weight.new_empty(shape), bias)
+            bias = self._weight(path).new_empty(
+                len(linear.bias) // (parts if f"{path}.bias" in shards else 1)
+            )
+        return self._over.placed(path, self._weight(path).new_empty(shape), bias)
 
     def _counted(self, run: Callable[[_Call], None]) -> tuple[int, float]:
         """Bytes and seconds of all calls."""
@@ -168,8 +171,12 @@ class _Pricing:
 
     def _given(self, path: str, side: int) -> Tensor:
         """All rows of a linear's outputs (side 0) or inputs (1)."""
-        weight: Any = self._linears[path].weight
-        return weight.new_empty(self._rows, shape_of(self._linears[path])[side])
+        return self._weight(path).new_empty(self._rows, shape_of(self._linears[path])[side])
+
+    def _weight(self, path: str) -> Tensor:
+        weight = self._linears[path].weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     def _rows_of(self, path: str, side: int, is_part: bool = False) -> Tensor:
         """The rows that a rank computes, of all or a part of their numbers."""
