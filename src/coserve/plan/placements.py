@@ -1,4 +1,4 @@
-"""What the placements of a base executor over ranks cost, for a model that is not loaded.
+"""Prices the placements of a base executor over ranks, for a model that is not loaded.
 
 There are no formulas of placements: the placements themselves run on tensors without data, and what they give
 to collectives is counted.
@@ -21,8 +21,8 @@ from coserve.parallel.links import RankLink
 from coserve.parallel.ranks import Ranks
 from coserve.parallel.states import Change
 from coserve.plan.subject import Subject
+from coserve.split.cut_linears import PLACEMENTS, LinearsOverRanks, paired_linears
 from coserve.split.linears import find_linears, grouped, shape_of
-from coserve.split.over_ranks import PLACEMENTS, LinearsOverRanks, paired_linears
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class CountedRanks(Ranks):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _PricedCall:
     """Linears of one input, or those of a feed-forward layer, of which the `last` one gives its output."""
 
     paths: tuple[str, ...]
@@ -119,31 +119,31 @@ class _Pricing:
             )
         return self._over.placed(path, self._weight(path).new_empty(shape), bias)
 
-    def _counted(self, run: Callable[[_Call], None]) -> tuple[int, float]:
+    def _counted(self, run: Callable[[_PricedCall], None]) -> tuple[int, float]:
         """Bytes and seconds of all calls."""
         self._ranks.sent, self._ranks.seconds = 0, 0.0
         for call in self._calls():
             run(call)
         return self._ranks.sent, self._ranks.seconds
 
-    def _calls(self) -> Iterator[_Call]:
+    def _calls(self) -> Iterator[_PricedCall]:
         """Siblings, and feed-forward layers as a whole."""
         styles, layers = dict(planned_modules(self._model)), dict[str, list[str]]()
         for path in sorted(self._paired, key=lambda path: styles[path] == "rowwise"):
             layers.setdefault(path.rpartition(".")[0], []).append(path)
-        yield from (_Call((*paths,), paths[-1]) for paths in layers.values())
+        yield from (_PricedCall((*paths,), paths[-1]) for paths in layers.values())
         alone = {path: shape_of(own) for path, own in self._linears.items() if path not in self._paired}
-        yield from (_Call(paths) for paths in grouped(alone))
+        yield from (_PricedCall(paths) for paths in grouped(alone))
 
-    def _forward(self, call: _Call) -> None:
-        """What `RankedLinears.compute` does: the first rank's rows go to all, and all have the answer."""
+    def _forward(self, call: _PricedCall) -> None:
+        """Does as `RankedLinears.compute`: the first rank's rows go to all, and all have the answer."""
         self._ranks.of(0, self._given(call.paths[0], 1))
         self._products(call)
         if self._over.gathers:
             for path in call.outputs:
                 self._ranks.whole(self._rows_of(path, 0), 0)
 
-    def _products(self, call: _Call) -> None:
+    def _products(self, call: _PricedCall) -> None:
         for path in call.paths:
             called, inside = self._placed[path]
             if call.last and not self._over.gathers:
@@ -152,7 +152,7 @@ class _Pricing:
             else:
                 called.forward(self._rows_of(path, 1))
 
-    def _back(self, call: _Call) -> None:
+    def _back(self, call: _PricedCall) -> None:
         for path in call.outputs:
             self._ranks.of(0, self._given(path, 0))
         if call.last:  # its inputs come again, and it is computed anew

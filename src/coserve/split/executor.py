@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from coserve.model.placing import place_linears
 from coserve.split.attention_spans import attention_spans
 from coserve.split.batching import BatchingConfig
 from coserve.split.clients import ClientAccount
+from coserve.split.cut_linears import LinearsOverRanks
 from coserve.split.layer_spans import layer_spans
 from coserve.split.layers import LayerChoice
 from coserve.split.linears import digests_of, find_linears, grouped, shape_of
@@ -35,9 +36,6 @@ from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
 from coserve.split.spans import BaseSpan, compute, module_spans
 from coserve.split.work import Outcome, Work
-
-if TYPE_CHECKING:
-    from coserve.split.over_ranks import LinearsOverRanks
 
 # At once: OpenMP threads of one product wait for each other while clients compute on the same cores. Four
 # training clients on two cores had 276 tokens/s with two products of one thread, 243 with one of two.
@@ -57,7 +55,7 @@ class BaseLinears:
         shard: Shard | None = None,
         device: torch.device | None = None,
         contents: ModelContents | None = None,
-        over: "LinearsOverRanks | None" = None,
+        over: LinearsOverRanks | None = None,
     ) -> None:
         """Takes the model over; everything but the chosen linears, or the `shard` of each, is freed with it.
         They are computed on `device`, the CPU where it is None; calls' tensors are on the CPU. `contents` are

@@ -27,10 +27,11 @@ from coserve.errors import ConfigError, CoserveError
 from coserve.model.contents import ModelContents
 from coserve.model.load import load_model
 from coserve.parallel.ranks import Rank, is_stopped, join
+from coserve.split.cut_linears import PLACEMENTS, LinearsOverRanks
 from coserve.split.executor import device_named
 from coserve.split.layers import LayerChoice
 from coserve.split.messages import Limits, LinearCall
-from coserve.split.over_ranks import PLACEMENTS, LinearsOverRanks, RankedLinears, Tell
+from coserve.split.over_ranks import RankedLinears, Tell
 from coserve.split.payload import DTYPES
 from coserve.wire.frames import FrameReader, send_frame
 from coserve.wire.launch import die_with_parent
