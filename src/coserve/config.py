@@ -194,7 +194,6 @@ class EngineConfig:
             return
         refused = {
             "base": (bool(self.base), "its linears are computed elsewhere already"),
-            "quantize": (self.quantize != "none", "quantized weights are not cut"),
             "base_memory": (self.base_memory != "auto", "a base that is cut is not streamed"),
             "offload": (self.offload, "optimizer state that is cut stays beside its weights"),
             "deterministic": (self.deterministic, "sums over ranks have other last bits than one rank's"),

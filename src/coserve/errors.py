@@ -152,7 +152,12 @@ class OutOfMemory(CoserveError):
 
 
 class EngineLost(CoserveError):
-    """The engine's process is gone and was not restarted in time, or crashes on this request."""
+    """The engine's process is gone and was not restarted in time, or crashes on this request. `is_crash` is
+    False where it was killed or stopped from outside: no work is suspected then."""
+
+    def __init__(self, text: str, is_crash: bool = True) -> None:
+        super().__init__(text)
+        self.is_crash = is_crash
 
 
 class Quarantined(CoserveError):

@@ -15,11 +15,19 @@ from typing import Any
 
 import pytest
 
+import forked_executors
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.core.plan import BasePlan, BaseResult, Sampled
-from coserve.errors import ConfigError, CoserveError, EngineLost, OutOfMemory, UnsupportedModel
-from coserve.executors import remote
+from coserve.errors import (
+    ConfigError,
+    CoserveError,
+    EngineLost,
+    ModelError,
+    OutOfMemory,
+    UnsupportedModel,
+)
+from coserve.executors import remote, spares
 from coserve.executors.channel import RESULT
 from coserve.executors.codec import Codec
 from coserve.executors.executor import FetchAdapter
@@ -57,7 +65,7 @@ def busy(engine: Engine) -> None:
         engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=250, seed=seed, ignore_eos=True))
 
 
-def lost(engine: Engine, seconds: float = 30.0) -> str:
+def lost(engine: Engine, is_crash: bool, seconds: float = 30.0) -> str:
     """The error of an engine that has lost its ranks; none of them is left."""
     started = time.monotonic()
     with pytest.raises(EngineLost) as caught:
@@ -65,8 +73,9 @@ def lost(engine: Engine, seconds: float = 30.0) -> str:
             engine.step()
     assert all(worker.process.poll() is not None for worker in ranks(engine).workers)
     for _ in range(2):
-        with pytest.raises(EngineLost, match=re.escape(str(caught.value))):
+        with pytest.raises(EngineLost, match=re.escape(str(caught.value))) as again:
             ranks(engine).call(FetchAdapter("one@0"))
+        assert again.value.is_crash == caught.value.is_crash == is_crash
     return str(caught.value)
 
 
@@ -77,7 +86,7 @@ def test_a_rank_that_is_killed_at_any_moment_is_named(engine: Engine, number: in
     busy(engine)
     delay = random.Random(seed).uniform(0.0, 0.3)
     threading.Timer(delay, ranks(engine).workers[number].process.kill).start()
-    assert lost(engine) == f"the process of rank {number} of {RANKS} has ended (SIGKILL)"
+    assert lost(engine, False) == f"the process of rank {number} of {RANKS} has ended (SIGKILL)"
 
 
 @pytest.mark.parametrize("number", range(RANKS))
@@ -86,7 +95,72 @@ def test_a_rank_that_hangs_is_named(engine: Engine, number: int, monkeypatch: py
     busy(engine)
     engine.step()
     os.kill(ranks(engine).workers[number].process.pid, signal.SIGSTOP)
-    assert lost(engine) == f"the process of rank {number} of {RANKS} hangs: the others have waited 1 s for it"
+    said = f"the process of rank {number} of {RANKS} hangs: the others have waited 1 s for it"
+    assert lost(engine, True) == said  # before it is looked at whether a signal has stopped it
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("number", range(RANKS))
+def test_a_rank_that_a_signal_stops_is_named(
+    engine: Engine, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_STOPPED", 0.5)
+    busy(engine)
+    engine.step()
+    os.kill(ranks(engine).workers[number].process.pid, signal.SIGSTOP)
+    said = f"the process of rank {number} of {RANKS} was stopped by a signal, for 0.5 s"
+    assert lost(engine, False) == said
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (signal.SIGSTOP, "rank 1 of 2 was stopped by a signal, for 0.5 s"),
+        (signal.SIGSEGV, r"rank 1 of 2 has ended \(SIGSEGV\)"),
+    ],
+)
+def test_a_rank_that_is_lost_while_a_model_is_opened(
+    how: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_executors(monkeypatch)
+    monkeypatch.setattr(remote, "_STOPPED", 0.5)
+    begin, processes = remote.start_process, list[Any]()
+
+    def started(descriptors: Any) -> Any:
+        processes.append(process := begin(descriptors))
+        if len(processes) == RANKS:
+            process.send_signal(how)
+        return process
+
+    monkeypatch.setattr(remote, "start_process", started)
+    with pytest.raises(EngineLost, match=said) as caught:
+        Engine(tiny("llama"), CONFIG)
+    assert caught.value.is_crash is (how is signal.SIGSEGV)
+    assert all(process.wait(5) is not None for process in processes)
+
+
+def test_a_weight_that_ranks_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_executors(monkeypatch)
+    tiny("llama").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    with pytest.raises(ModelError, match="is no safetensors file"):
+        RemoteExecutor(str(tmp_path), CONFIG)
+
+
+def test_processes_that_stand_by_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "_start", forked_executors.start_process)
+    fork_executors(monkeypatch)
+    spares.keep_spares(2)
+    first, second = (worker.process for worker in spares._spares)
+    first.kill()
+    first.wait()
+    engine = Engine(tiny("llama"), CONFIG)
+    used = [worker.process.pid for worker in ranks(engine).workers]
+    assert used[0] == second.pid and used[1] != first.pid and not spares._spares
+    assert ranks(engine).workers[0].name == "the process of rank 0 of 2"
+    assert len(engine.generate([1, 2], sampling=SamplingParams(max_tokens=3)).result().tokens) <= 3
+    ranks(engine).close()
 
 
 def test_a_rank_whose_memory_does_not_last_ends_the_group_with_the_reason(engine: Engine) -> None:
@@ -94,7 +168,7 @@ def test_a_rank_whose_memory_does_not_last_ends_the_group_with_the_reason(engine
     busy(engine)
     engine.step()
     with short_memory(100):
-        said = lost(engine)
+        said = lost(engine, True)
     assert "has failed: RuntimeError: DefaultCPUAllocator: can't allocate memory" in said
 
 
@@ -123,7 +197,7 @@ class _Told:
 @pytest.mark.parametrize("token", [3, 4])
 def test_ranks_that_draw_other_tokens_are_lost(token: int) -> None:
     executor = RemoteExecutor.__new__(RemoteExecutor)
-    executor._why = ""
+    executor._lost = None
     executor.workers = [_Told("rank 0", 3), _Told("rank 1", token)]  # type: ignore[list-item]
     if token == 3:
         assert executor._receive(BasePlan()).sampled[7].token == 3
@@ -135,7 +209,7 @@ def test_ranks_that_draw_other_tokens_are_lost(token: int) -> None:
 def test_ranks_of_which_one_fails_at_a_command_are_lost() -> None:
     """All may fail: that is the caller's alone."""
     executor = RemoteExecutor.__new__(RemoteExecutor)
-    executor._why = ""
+    executor._lost = None
     executor.workers = [_Told("rank 0", 3), _Told("rank 1", 3)]  # type: ignore[list-item]
     codec = Codec.__new__(Codec)
     done, failed = codec.encode_reply(None), codec.encode_fault(OutOfMemory("no bytes"))
@@ -171,7 +245,7 @@ def test_models_that_cannot_be_cut(
 
 @pytest.mark.parametrize(
     "setting",
-    [{"quantize": "8bit"}, {"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
+    [{"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
      {"deterministic": True}, {"tensor_parallel": 65}, {"tensor_parallel": 0}],
 )  # fmt: skip
 def test_settings_that_do_not_go_with_ranks(setting: dict[str, Any]) -> None:

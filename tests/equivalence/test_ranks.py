@@ -13,6 +13,7 @@ from test_training import make_examples
 from bases import check_scored
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.engine.completion import Completion
+from coserve.errors import ConfigError
 from coserve.executors.remote import RemoteExecutor
 from forked_executors import fork_executors
 from models import logits_of, prompts, save, tiny, with_lora
@@ -36,9 +37,13 @@ CASES = [
 ]
 
 
+# Rows of 128 and 256 inputs, of which two ranks have whole blocks of four bits; a tied head's are in eight.
+BLOCKS: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+
+
 @contextmanager
-def engine_of(folder: Path, ranks: int) -> Iterator[Engine]:
-    settings: dict[str, Any] = {"cache_tokens": 1024, "page_size": 8, "scheduler": CUTS}
+def engine_of(folder: Path, ranks: int, quantize: str = "none") -> Iterator[Engine]:
+    settings: dict[str, Any] = {"cache_tokens": 1024, "page_size": 8, "scheduler": CUTS, "quantize": quantize}
     engine = Engine(folder, EngineConfig(calibrate=False, tensor_parallel=ranks, **settings))
     try:
         yield engine
@@ -96,3 +101,46 @@ def test_ranks_compute_what_one_does(
         assert weight.abs().max() > 0
         for other in (adapters[ranks][path], saved[path]):
             torch.testing.assert_close(other, weight, rtol=0, atol=tolerance, msg=path)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("name", "bits", "changes"),
+    [
+        ("llama", "4bit", BLOCKS),
+        ("llama", "8bit", TIED),
+        ("gemma2", "8bit", {}),
+        ("qwen3", "8bit", {"attention_bias": True}),
+    ],
+)
+def test_quantized_ranks_have_the_numbers_of_one(
+    name: str, bits: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of the base and of a trained adapter, and its training: each rank quantizes its own part."""
+    fork_executors(monkeypatch)
+    folder = save(tiny(name, torch.float32, **changes), tmp_path / "model")
+    questions, found = prompts(random.Random(name), [9, 3, 21]), []
+    for count in (1, 2):
+        with engine_of(folder, count, bits) as engine:
+            job = engine.finetune(make_examples(name, 9), "mine", LoRAConfig(rank=4), TRAINING)
+            answers = ask(engine, questions)
+            engine.run()
+            answers += ask(engine, questions, "mine")
+            engine.run()
+            numbers = [[x.chosen for x in answer.logprobs] for answer in answers]
+            losses = [(step.loss, step.grad_norm) for step in job.history]
+            found.append((engine.base.fingerprint, [answer.tokens for answer in answers], numbers, losses))
+    (*same, numbers, losses), (*others, close, trained) = found
+    assert same == others
+    for before, after in zip([*numbers, *losses], [*close, *trained], strict=True):
+        assert list(after) == pytest.approx(list(before), rel=1e-5, abs=1e-5)
+
+
+def test_blocks_of_four_bits_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_executors(monkeypatch)
+    folder = save(tiny("llama", torch.float32), tmp_path / "model")
+    words = (
+        "2 ranks would cut the blocks of 64 weights of model.layers.0.self_attn.o_proj, which has 64 inputs"
+    )
+    with pytest.raises(ConfigError, match=words), engine_of(folder, 2, "4bit"):
+        pass

@@ -36,8 +36,8 @@ NOT_RUN: Final = {
 # Blocks that take more than a few seconds: engines that start, or plans of whole models.
 SLOW: Final = {
     "memory-1", "policies-1", "policies-2", "privacy-1", "simulate-1", "simulate-2", "simulate-3", "split-1",
-    "split-2", "split-3", "split-4", "split-5", "split-6", "split-7", "split-8", "training-2", "zoo-1",
-    "zoo-2", "zoo-3",
+    "split-2", "split-3", "split-4", "split-5", "split-6", "split-7", "split-8", "split-9", "training-2",
+    "zoo-1", "zoo-2", "zoo-3",
 }  # fmt: skip
 # Blocks that another test runs as they are written.
 ELSEWHERE: Final = dict.fromkeys(
@@ -57,7 +57,7 @@ BEFORE: Final = {
     "split-3": (f"{EXECUTOR} tcp:10.0.0.5:7000", OWN),
     "split-4": (OWN,),
     "split-6": tuple(f"{EXECUTOR} tcp:10.0.0.{4 + n}:7000 --shard {n}/2 --dtype float32" for n in (1, 2)),
-    "split-8": (f"{EXECUTOR} tls:0.0.0.0:7000 --tls-cert cert.pem --tls-key key.pem --dtype float32",),
+    "split-9": (f"{EXECUTOR} tls:0.0.0.0:7000 --tls-cert cert.pem --tls-key key.pem --dtype float32",),
     "zoo-3": (
         "coserve zoo add coserve-tiny",
         "coserve zoo add ./my-full-fine-tune --parent coserve-tiny --name mine",

@@ -88,6 +88,17 @@ def executor(
             metavar="I/N",
         ),
     ] = "",
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(help="Ranks that have a part of every weight each: GPUs, or processes.", min=1, max=64),
+    ] = 1,
+    placement: Annotated[
+        str,
+        typer.Option(
+            help="How ranks compute. cut: each what its part of the weights gives. gathered: each some rows, "
+            "for which it gathers the weights."
+        ),
+    ] = "cut",
     with_head: Annotated[
         bool, typer.Option("--with-head/--without-head", help="Whether to compute the head, too.")
     ] = True,
@@ -113,7 +124,7 @@ def executor(
         keys = None if store is None else lambda secret: is_key(store, secret)
         run_service(
             model, listen, key, dtype, config, LayerChoice(layers, with_head), shared_memory, keys, tls, part,
-            device,
+            device, tensor_parallel, placement,
         )  # fmt: skip
     # Everything is closed, and nothing is kept between calls. The interpreter's own end takes seconds on a
     # busy machine (11 in a test: it collects all that torch and transformers have made).

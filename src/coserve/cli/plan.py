@@ -87,6 +87,13 @@ def plan(
             "between processes of this machine."
         ),
     ] = "nvlink4",
+    executor: Annotated[
+        bool,
+        typer.Option(
+            "--executor",
+            help="With --tensor-parallel: instead, what placements of a `coserve executor` over ranks cost.",
+        ),
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="File for a picture, SVG or PNG by its ending.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -97,10 +104,14 @@ def plan(
     """
     check_writable("--plot", plot)
     subject = _subject(model, dtype)
+    if executor and tensor_parallel is None:
+        raise ConfigError("--executor is for --tensor-parallel: one rank has one placement")
     if tensor_parallel is not None:
-        from coserve.cli.ranks import show_ranks
+        from coserve.cli.ranks import show_placements, show_ranks
 
         rows = (batch or [4])[0] * (length or 512)
+        if executor:
+            return show_placements(subject, tensor_parallel, link, rows, as_json)
         parts = _one_of(_recipes(adapter or ["lora"], measure, subject), "--tensor-parallel")
         return show_ranks(subject, parts, tensor_parallel, link, rows, as_json)
     recipes = _recipes(adapter, measure, subject)

@@ -1,11 +1,12 @@
 """The engine's process, started by `coserve.wire.launch` and controlled by a supervisor.
 
 Imports take seconds and loading a model more, so a supervisor keeps a standby process that has done its
-imports and waits for `wire.control.EngineStart`. The loop is: commands, a step, a report. Without work it
-sleeps until a message comes.
+imports, and has those of its ranks done, and waits for `wire.control.EngineStart`. The loop is: commands, a
+step, a report. Without work it sleeps until a message comes.
 
 The process exits with status 0 after a drain, with status 1 where its model cannot be loaded or a bug showed,
-and at once when its standard input closes because the supervisor is gone. A drain begins on the server's
+with status 4 where its ranks were ended from outside, and at once when its standard input closes because the
+supervisor is gone. A drain begins on the server's
 command, or on SIGTERM once no server is connected: a service manager may signal all processes while the
 server still has requests to pass on. Before the model is ready, SIGTERM exits at once. Killing the process
 loses nothing that was reported.
@@ -40,11 +41,13 @@ from coserve.engine.intake import Intake
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Item, Link, Received
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.served_engine import ServedEngine
-from coserve.errors import ConfigError, CoserveError, WeightsUnreadable
+from coserve.errors import ConfigError, CoserveError, EngineLost, WeightsUnreadable
+from coserve.executors.spares import keep_spares
 from coserve.text.tokenizer import reads_alike
 from coserve.train.pruning.once import TRACING
 from coserve.wire.child import SupervisorPipes
 from coserve.wire.control import BEAT_SECONDS, EngineStart, Status
+from coserve.wire.launch import RANKS
 from coserve.wire.messages import Command, Drain, FurtherBase, Hello
 
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -54,6 +57,7 @@ SWITCH: Final = 5e-4
 _UNREADABLE: Final = 0.25  # seconds before weights that could not be read are read again
 _REMIND: Final = 60.0  # seconds until the log says again why all work waits
 _FLUSH: Final = 5.0  # seconds that the last report of a drain may take to be read
+_LOST: Final = 4  # exit status
 _MEASURING: Final = "measuring what steps cost on this machine (some seconds, the first time only)"
 
 _log = logging.getLogger(__name__)
@@ -66,6 +70,7 @@ def main(pipes: SupervisorPipes) -> None:
     )
     transformers_logging.disable_progress_bar()
     sys.setswitchinterval(SWITCH)
+    keep_spares(next((int(one.removeprefix(RANKS)) for one in sys.argv if one.startswith(RANKS)), 0))
     pipes.say(Status("standby"))
     inbox = Inbox()
     try:
@@ -93,7 +98,14 @@ def main(pipes: SupervisorPipes) -> None:
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Drained()))
     link.start()
     pipes.say(Status("ready", f"{_describe(hello)}; {_memory(engine)}", seconds))
-    Loop(worker, inbox, pipes.beat).run()
+    try:
+        Loop(worker, inbox, pipes.beat).run()
+    except EngineLost as error:
+        if error.is_crash:
+            raise
+        _log.error("%s", error)
+        pipes.say(Status("crashed", str(error), kind=type(error).__name__))
+        os._exit(_LOST)
     link.close()
     for base, file in costs.items():
         if file is not None:

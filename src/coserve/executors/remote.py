@@ -34,17 +34,19 @@ from coserve.executors.channel import (
 from coserve.executors.codec import Codec
 from coserve.executors.executor import Command, ExecutorSpec, FetchAdapter, R, ReadMemory, ReadState
 from coserve.executors.parameters import RemoteParameters, ShapedPlacement
+from coserve.executors.spares import take_spare
 from coserve.executors.transport import WorkerTransport
 from coserve.executors.worker_process import QUIET, WorkerProcess, wait_for_any
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
 from coserve.model.load import load_base
-from coserve.parallel.ranks import Rank
+from coserve.parallel.ranks import Rank, is_stopped
 from coserve.wire.frames import send_frame
 from coserve.wire.plans import decode_result, encode_plan
 
 _AHEAD: Final = 16384  # bytes of a plan that surely fit into a socket while the process still runs one
 _SILENCE: Final = 6.0  # seconds without a heartbeat of all ranks; a supervisor's patience is 8
+_STOPPED: Final = 3.0  # of these, where a signal has stopped one of them
 _GATHER: Final = (FetchAdapter, ReadState)  # commands in which ranks talk to each other beside steps
 
 
@@ -71,13 +73,14 @@ class RemoteExecutor(WorkerTransport):
         super().__init__(self._receive)
         count = config.tensor_parallel
         names = [f"the process of rank {n} of {count}" for n in range(count)] if count > 1 else [_ONE]
-        self.workers = [WorkerProcess(start_process, name) for name in names]
+        self.workers = [take_spare(name) or WorkerProcess(start_process, name) for name in names]
         self.process = self.workers[0].process
         self._pausing, self._gathering = threading.Lock(), threading.Lock()
         self._pauses = self._withdrawn = 0
         self._beating: set[WorkerProcess] = set()
         self._on_progress: Callable[[], object] = int  # nothing
-        self._is_open, self._why = False, ""  # why the ranks have ended
+        self._is_open = False
+        self._lost: EngineLost | None = None  # why the ranks have ended
         opened = self._open(ExecutorStart(model, config, torch.get_num_threads(), tokenizer))
         self._is_open = True
         self._spec = opened
@@ -215,10 +218,18 @@ class RemoteExecutor(WorkerTransport):
                 quiet = 0.0 if ready or is_alive else quiet + QUIET
                 if is_alive:
                     self._on_progress()
+                if quiet >= _STOPPED:
+                    self._expect_no_stop(left)
                 if quiet >= _SILENCE:
                     self._expect_progress(left)
                     quiet = 0.0
         return [found[worker] for worker in self.workers]
+
+    def _expect_no_stop(self, left: Sequence[WorkerProcess]) -> None:
+        """Raises EngineLost where a signal has stopped a rank; one process alone is its supervisor's."""
+        stopped = [worker for worker in left if len(self.workers) > 1 and is_stopped(worker.process.pid)]
+        if stopped:
+            raise EngineLost(f"{stopped[0].name} was stopped by a signal, for {_STOPPED:g} s", is_crash=False)
 
     def _expect_progress(self, left: Sequence[WorkerProcess]) -> None:
         """Raises EngineLost where ranks wait for others, which do not move: in a collective, or as those that
@@ -248,12 +259,12 @@ class RemoteExecutor(WorkerTransport):
         except EngineLost as error:
             if len(self.workers) == 1:
                 raise
-            if not self._why:
-                self._why = str(self._cause() or error)
+            if self._lost is None:
+                self._lost = self._cause() or error
                 for worker in self.workers:
                     worker.process.kill()  # one that is stopped would not end by itself
                 self.close()
-            raise EngineLost(self._why) from error
+            raise EngineLost(str(self._lost), self._lost.is_crash) from error
 
     def _cause(self) -> EngineLost | None:
         """The cause of the ranks' end: a signal to one of them, or the failure that came first. Others fail

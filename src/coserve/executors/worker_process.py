@@ -20,6 +20,8 @@ _BESIDE: Final = 4  # concurrent calls beside steps; more wait
 _ENDING: Final = 5.0  # seconds for the process to end by itself
 _ANSWER: Final = 1.0  # seconds for a process to say whether it waits
 QUIET: Final = 0.25  # seconds between checks for heartbeats
+# Of a process that has failed by itself. Others come from outside, as SIGKILL where the system lacks memory.
+_OWN_SIGNALS: Final = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 Start = Callable[[Sequence[int]], "subprocess.Popen[bytes]"]  # of a process that serves these descriptors
 
@@ -126,7 +128,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             return EngineLost(f"{self.name} closed its sockets")
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
-        return EngineLost(f"{self.name} has ended ({how})")
+        return EngineLost(f"{self.name} has ended ({how})", status >= 0 or -status in _OWN_SIGNALS)
 
     @contextmanager
     def _lost(self) -> Iterator[None]:

@@ -85,7 +85,7 @@ class WindowCache:
         self.after["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+    def get_linear_cache(self, layer_idx: int) -> Any:
         """See transformers' `MiniMaxCache`, here and below."""
         return self._get(("recurrent", 0))
 

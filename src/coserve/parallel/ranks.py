@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -197,6 +198,14 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks.columns_of(grads[0]), None
+
+
+def is_stopped(process: int) -> bool:
+    """Tells whether a signal has stopped a rank's process; False where the system does not say."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def join(rank: Rank, device: torch.device, patience: float = _PATIENCE) -> Ranks:

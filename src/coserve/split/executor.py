@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -25,12 +25,13 @@ from coserve.model.placing import place_linears
 from coserve.split.attention_spans import attention_spans
 from coserve.split.batching import BatchingConfig
 from coserve.split.clients import ClientAccount
+from coserve.split.cut_linears import LinearsOverRanks
 from coserve.split.layer_spans import layer_spans
 from coserve.split.layers import LayerChoice
 from coserve.split.linears import digests_of, find_linears, grouped, shape_of
 from coserve.split.messages import VERSION, BaseHello, Dtype, ExecutorStatus, GroupShape, Limits, LinearCall
 from coserve.split.payload import DTYPES
-from coserve.split.privacy.field import exponent_of, product, total
+from coserve.split.privacy.field import exponents_of, product, total
 from coserve.split.queues import CallQueues
 from coserve.split.shard import Shard
 from coserve.split.spans import BaseSpan, compute, module_spans
@@ -54,10 +55,12 @@ class BaseLinears:
         shard: Shard | None = None,
         device: torch.device | None = None,
         contents: ModelContents | None = None,
+        over: LinearsOverRanks | None = None,
     ) -> None:
         """Takes the model over; everything but the chosen linears, or the `shard` of each, is freed with it.
         They are computed on `device`, the CPU where it is None; calls' tensors are on the CPU. `contents` are
-        known where the model was read from files. Raises ConfigError for a choice of none,
+        known where the model was read from files; `over` says what this process has of it as one of several
+        ranks. Raises ConfigError for a choice of none,
         UnsupportedModel."""
         self.device = device or torch.device("cpu")
         self.name = Path(str(model.config.name_or_path)).name  # clients need not know a path
@@ -65,19 +68,16 @@ class BaseLinears:
         head = next((p for p, module in every.items() if module is model.get_output_embeddings()), None)
         found = {path: every[path] for path in (choice or LayerChoice()).chosen(every, head)}
         whole = {path: shape_of(module) for path, module in found.items()}
-        exponents = {
-            path: exponent
-            for path, module in found.items()
-            if (exponent := exponent_of(module.weight)) is not None  # type: ignore[arg-type]
-        }
+        weights: dict[str, Tensor] = {path: module.weight for path, module in found.items()}  # type: ignore[misc]
+        exponents = exponents_of(weights) if over is None else over.exponents(weights)
         contents = contents or ModelContents(model)
-        digests = digests_of(found, contents.of) or {}
+        digests = digests_of(found, contents.of if over is None else over.contents(contents)) or {}
         contents.remember()
         shapes = whole if shard is None else _cut(whole, shard)
         self.hello = BaseHello(
             VERSION,
             linears_digest(digests),
-            _dtype_of(model, [module.weight for module in found.values()]),  # type: ignore[misc]
+            _dtype_of(model, [*weights.values()]),
             tuple(
                 GroupShape(
                     shapes[paths[0]][1],
@@ -92,19 +92,27 @@ class BaseLinears:
             shard=None if shard is None else shard.shape,
         )
         chosen, self._exponents = frozenset(shapes), exponents
-        del every, found
+        del every, found, weights
         self._placements: dict[str, Placement] = {}
 
         def place(path: str, weight: Tensor, bias: Tensor | None) -> Placement:
             if shard is not None:  # copies, as a view would keep the whole
                 rows = shard.rows(len(weight))
                 weight, bias = weight[rows].clone(), None if bias is None else bias[rows].clone()
-            bias = None if bias is None else bias.to(self.device)
-            self._placements[path] = place_locally(weight.to(self.device), bias, float32=False)
+            weight, bias = weight.to(self.device), None if bias is None else bias.to(self.device)
+            if over is not None:
+                self._placements[path], inside = over.placed(path, weight, bias)
+                return inside
+            self._placements[path] = place_locally(weight, bias, float32=False)
             return self._placements[path]
 
         configuration = configuration_digest(model.config)
+        if over is not None:
+            over.unwrap(model)
         place_linears(model, BatchCell(), place, chosen.__contains__)
+        for path in chosen if over is not None else ():
+            linear: Any = model.get_submodule(path)
+            linear.out_features, linear.in_features = shapes[path]
         if shard is None:
             model.to(device=self.device)
             use_native_kernels(model, float32=False)  # scripts in float32 get the bits that torch gives them
@@ -126,7 +134,7 @@ class BaseLinears:
     ) -> "BaseLinears":
         """Loads a folder or hub name, for `device`: cpu, cuda, cuda:N, or auto for what there is. Raises
         ConfigError, ModelError."""
-        where, contents = _device_named(device), ModelContents(model)
+        where, contents = device_named(device), ModelContents(model)
         return BaseLinears(load_model(model, dtype), limits, choice, shard, where, contents)
 
     @property
@@ -305,7 +313,7 @@ def _cut(shapes: Mapping[str, tuple[int, int]], shard: Shard) -> dict[str, tuple
     }
 
 
-def _device_named(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
     """A device by its name, or what there is. Raises ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

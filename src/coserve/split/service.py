@@ -22,6 +22,7 @@ from coserve.split.greeting import Arrival, Greeter
 from coserve.split.layers import LayerChoice
 from coserve.split.messages import ClientHello, Limits, ToExecutor, decode_to_executor
 from coserve.split.payload import DTYPES
+from coserve.split.rank_processes import load_over_ranks
 from coserve.split.session import SILENT_SECONDS, ClientSession
 from coserve.split.shard import Shard
 from coserve.split.shared_memory import SLOT_BYTES
@@ -198,10 +199,14 @@ def run_service(
     tls: TlsFiles | None = None,
     shard: Shard | None = None,
     device: str = "auto",
+    ranks: int = 1,
+    placement: str = "cut",
 ) -> None:
     """Loads a model and serves its linears, or a shard of each, until SIGTERM or SIGINT. With `tls`, `tcp:`
-    addresses are `tls:` ones. `device` is as in `BaseLinears.load`. Raises ConfigError, ModelError,
-    ServerError."""
+    addresses are `tls:` ones. `device` is as in `BaseLinears.load`; several `ranks` have parts of the linears
+    as `placement` says. Raises ConfigError, ModelError, ServerError."""
+    if ranks > 1 and shard is not None:
+        raise ConfigError("--shard does not go with --tensor-parallel: ranks have parts of whole linears")
     address = Address.parse(listen)
     if tls is not None and not address.path:  # a unix socket is refused
         address = replace(address, is_encrypted=True)
@@ -214,15 +219,21 @@ def run_service(
         signal.signal(number, lambda number, _: heard.append(number))
     limits = Limits(rows=min(Limits().rows, config.client_rows))
     keep_freed_memory()  # in one arena: each client has threads, whose own would grow to its largest call
-    linears = BaseLinears.load(model, dtype, limits, choice, shard, device)
+    linears: BaseLinears
+    if ranks > 1:
+        linears, _ = load_over_ranks(model, ranks, placement, dtype, limits, choice, device)
+        config = replace(config, products=1)  # ranks compute one call at a time
+    else:
+        linears = BaseLinears.load(model, dtype, limits, choice, shard, device)
     return_freed_memory()
     executor = BaseExecutor(linears, config)
     service = SplitService(executor, address, key, key_check, context, SLOT_BYTES if shared_memory else 0)
     count = sum(len(group.outputs) for group in linears.hello.groups)
     part = "" if shard is None else f"shard {shard.shape} of "
+    each = "" if ranks == 1 else f" on each of {ranks} ranks ({placement})"
     print(
         f"executor of {linears.hello.fingerprint}: {part}{count} linears, {linears.nbytes / 2**20:.1f} MiB "
-        f"on {linears.device}, at {service.address}"
+        f"on {linears.device}{each}, at {service.address}"
         f"{'' if tls is None else f', certificate {tls.fingerprint()}'}",
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""Starts a child of the supervisor: `python -m coserve.wire.launch [--low-priority] MODULE`.
+"""Starts a child of the supervisor: `python -m coserve.wire.launch [--low-priority] [--ranks=N] MODULE`.
 
 Before the module is imported, which can take seconds, this sets up that the process ends with its supervisor,
 sends heartbeats, and logs the stacks of its threads on abort. Then it calls the module's `main` with the
@@ -22,13 +22,14 @@ from coserve.wire.child import SupervisorPipes
 
 LOWEST: Final = 19  # niceness
 LOW_PRIORITY: Final = "--low-priority"
+RANKS: Final = "--ranks="  # for an engine that stands by: so many processes are to stand by with it
 _PR_SET_PDEATHSIG: Final = 1
 
 
 def launch(arguments: Sequence[str]) -> None:
     """Runs the module named in the last argument."""
     module = arguments[-1]
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes is no reason to end
     faulthandler.enable()
     pipes = SupervisorPipes()
@@ -66,9 +67,9 @@ def low_priority_import(module: str) -> None:
     thread.join()
 
 
-def _die_with_parent() -> None:
-    """Has Linux kill this process when its supervisor dies, even if it hangs or is stopped. Elsewhere only
-    the end of stdin ends the process."""
+def die_with_parent() -> None:
+    """Has Linux kill this process when the thread that started it ends, even if it hangs or is stopped.
+    Elsewhere only the end of what it reads ends the process."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

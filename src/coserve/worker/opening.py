@@ -174,7 +174,7 @@ def _load(model: Model, config: EngineConfig, ranks: Ranks) -> tuple[Base, Strea
     """The base; with how it is streamed, where it does not fit or its memory is limited."""
     if ranks.count > 1:
         assert not isinstance(model, PreTrainedModel), "ranks read files"
-        return load_sharded(model, ranks, dtype_of(config), config.device), None
+        return load_sharded(model, ranks, dtype_of(config), config.device, config.quantize), None
     if config.base:
         return load_remote(model, _access(config), dtype_of(config), config.device, prove_training), None
     room = base_room(config)

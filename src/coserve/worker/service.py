@@ -178,10 +178,36 @@ def main(descriptors: Sequence[int]) -> None:
         signal.signal(number, signal.SIG_IGN)
     steps, signals, *beside = (socket.socket(fileno=descriptor) for descriptor in descriptors)
     transformers_logging.disable_progress_bar()
+    with suppress(OSError):
+        signals.send(ALIVE)  # imports are done
     first = FrameReader(steps).read()
     if first is None:
         return
     start = msgspec.msgpack.decode(first, type=ExecutorStart)
+    try:
+        _serve(start, steps, signals, beside)
+    except Exception as error:  # of which the other ranks only learn that this one is gone
+        if start.rank.count > 1:
+            with suppress(OSError):
+                why = f"{type(error).__name__}: {words_of(error)}"
+                send_frame(steps, ENDED + msgspec.msgpack.encode((time.monotonic(), why)))
+        raise
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Is the whole of the process, whose descriptors are given as text."""
+    status = 1
+    try:
+        main([*map(int, arguments)])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)  # does not wait for a stream's thread
+
+
+def _serve(
+    start: ExecutorStart, steps: socket.socket, signals: socket.socket, beside: Sequence[socket.socket]
+) -> None:
     torch.set_num_threads(start.threads)
     config = start.config
     if start.rank.count > 1:
@@ -203,21 +229,8 @@ def main(descriptors: Sequence[int]) -> None:
         return
     send_frame(steps, msgspec.msgpack.encode(ExecutorOpened(opened.executor.spec)))
     assert isinstance(opened.executor, LocalExecutor), "it was opened in this process"
-    try:
-        Service(opened.base, opened.executor.worker, steps, signals).run(beside)
-    except Exception as error:  # of which the other ranks only learn that this one is gone
-        if start.rank.count > 1:
-            with suppress(OSError):
-                why = f"{type(error).__name__}: {words_of(error)}"
-                send_frame(steps, ENDED + msgspec.msgpack.encode((time.monotonic(), why)))
-        raise
+    Service(opened.base, opened.executor.worker, steps, signals).run(beside)
 
 
 if __name__ == "__main__":
-    status = 1
-    try:
-        main([int(descriptor) for descriptor in sys.argv[1:]])
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    os._exit(status)  # does not wait for a stream's thread
+    run(sys.argv[1:])

@@ -101,6 +101,7 @@ def test_a_configuration_in_a_file_or_in_place(tmp_path: Path) -> None:
         (["tiny", "--tensor-parallel", "2", "--adapter", "ia3"], "plans LoRA alone"),
         (["tiny", "--tensor-parallel", "2", "--link", "string"], "no link between ranks"),
         (["tiny", "--tensor-parallel", "5"], "cannot be divided over 5 ranks"),
+        (["tiny", "--executor"], "--executor is for --tensor-parallel"),
         (["tiny", "--plot", "/nowhere/to/be/found.svg"], "--plot"),
         ([json.dumps(FIELDS), "--length", "5000", "--batch", "2"], "1024"),
     ],
@@ -113,6 +114,29 @@ def test_nonsense_is_one_line(arguments: list[str], says: str) -> None:
 def test_activations_are_explained() -> None:
     printed = plan("tiny", "--adapter", "lora", "--activations", "--keep", "pruned")
     assert "kept" in printed and "q_proj" in printed
+
+
+def test_what_placements_of_an_executor_cost() -> None:
+    """Of a call's inputs, products and sums a rank of two sends a half; of sums twice that."""
+    width, q, kv, inner, layers, vocabulary, rows, nbytes = 32, 48, 24, 80, 3, 64, 8, 4
+    fields = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "head_dim": 12}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": vocabulary}
+    asked = [json.dumps({"model_type": "llama", **fields, **heads}), "--dtype", "float32", "--executor"]
+    asked += ["--tensor-parallel", "2", "--batch", str(rows), "--length", "1"]
+    assert "gathers at once" in plan(*asked, "--link", "ethernet")
+    cut, gathered = json.loads(plan(*asked, "--json"))
+    weights = nbytes * (layers * (2 * width * (q + kv) + 3 * width * inner) + width * vocabulary)
+    assert cut["kept"] == gathered["kept"] == weights // 2
+    crossing = layers * (3 * width + 2 * q + 2 * kv) + width + vocabulary
+    assert cut["forward_sent"] == nbytes * rows * (crossing + 2 * layers * width) // 2
+    assert gathered["forward_sent"] == (nbytes * rows * (crossing + layers * width) + weights) // 2
+    assert cut["gathered"] == 0 and gathered["gathered"] == nbytes * width * inner
+    crossing = layers * (15 * width + 3 * q + 2 * kv) + 2 * width + vocabulary
+    assert cut["back_sent"] == nbytes * rows * crossing // 2
+    crossing = layers * (5 * width + 2 * q + 2 * kv) + width + vocabulary
+    weights += nbytes * layers * 3 * width * inner  # of feed-forward layers, which are computed anew
+    assert gathered["back_sent"] == (nbytes * rows * crossing + weights) // 2
+    assert all(one[f"{way}_seconds"] > 0 for one in (cut, gathered) for way in ("forward", "back"))
 
 
 def test_how_an_adapter_is_cut_over_ranks() -> None:

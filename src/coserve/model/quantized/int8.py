@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import exact_type
 from coserve.model.placement import Placement, present
+from coserve.parallel.ranks import ALONE, Ranks
 
 _LARGEST: Final = 127
 # torch's product of few rows by int8 weights reads each weight once, as one byte. At 1 / 16 / 64 rows of a
@@ -24,11 +25,12 @@ _PIECE: Final = 1 << 23  # weights widened at a time: those of a large head woul
 
 
 class Int8Placement(Placement):
-    """A weight [out, in] rounded to int8, and `scale` [out] in the base's type."""
+    """A weight [out, in] rounded to int8, and `scale` [out] in the base's type. Where `ranks` have some
+    inputs each, scales are those of the whole weight."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Ranks = ALONE) -> None:
         self.bias = bias
-        self._weight, self._scale = _rounded(weight)
+        self._weight, self._scale = _rounded(weight, ranks)
         fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
         self._few_rows = _FEW_ROWS if fits and weight.shape[1] % _VECTOR == 0 else 0
 
@@ -77,10 +79,10 @@ class Int8Placement(Placement):
         yield from torch.split(self._weight, step, dim)
 
 
-def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _rounded(weight: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """int8 [out, in] and scales [out]. Each row is scaled by its largest weight."""
     lowest, highest = torch.aminmax(weight, dim=1)
-    largest = torch.maximum(-lowest, highest).to(exact_type(weight.dtype))
+    largest = ranks.whole(torch.maximum(-lowest, highest)[None], 0).amax(0).to(exact_type(weight.dtype))
     tiny = torch.finfo(weight.dtype).tiny  # keeps a row of zeros
     scale = (largest / _LARGEST).clamp_min(tiny).to(weight.dtype)
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)

@@ -6,7 +6,8 @@ experts (three-dimensional weights) are not quantized.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coserve.adapters.sites import Kind, Site
+from coserve.errors import ConfigError
 from coserve.model.batch import BatchCell
 from coserve.model.origin import Origin
 from coserve.model.placement import Placement
@@ -21,6 +23,8 @@ from coserve.model.placing import Holds, leave_file, place_linears, put
 from coserve.model.quantized.embedding import QuantizedEmbedding, is_lookup
 from coserve.model.quantized.int8 import Int8Placement
 from coserve.model.quantized.nf4 import BLOCK, place_in_nf4
+from coserve.parallel.ranks import ALONE, Ranks
+from coserve.parallel.search import Cut
 
 # Fewer outputs than any projection has: routers and gates, a thousandth of the bytes, which decide the most.
 _FEWEST_OUTPUTS: Final = 32
@@ -28,29 +32,52 @@ _FEWEST_OUTPUTS: Final = 32
 _log = logging.getLogger(__name__)
 
 
-def quantize_model(model: PreTrainedModel, layers: Iterable[str], origin: Origin, cell: BatchCell) -> None:
+def quantize_model(
+    model: PreTrainedModel,
+    layers: Iterable[str],
+    origin: Origin,
+    cell: BatchCell,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
+    ranks: Ranks = ALONE,
+) -> None:
     """Replaces the model's weights by quantized ones on the origin's device, one at a time, so that at most
-    one exists twice. `layers` are the paths of the decoder layers.
+    one exists twice. `layers` are the paths of the decoder layers. Of linears in `cuts` the model has what
+    one of `ranks` has, and gets what that has of the quantized weights; all ranks call this together.
 
-    Raises ConfigError where the library for four bits is missing.
+    Raises ConfigError where the library for four bits is missing, or a block of four bits would be cut.
     """
     inside = tuple(f"{path}." for path in layers)
     quantize_ends(model, inside, origin, cell)
-    quantize_layers(model, origin, cell, lambda path: path.startswith(inside))
+    quantize_layers(model, origin, cell, lambda path: path.startswith(inside), cuts, ranks)
     leave_file(model)
     say_what_stays(model, inside)
 
 
-def quantize_layers(model: PreTrainedModel, origin: Origin, cell: BatchCell, holds: Holds) -> None:
-    """Quantizes linears of decoder layers, at paths that `holds` accepts."""
+def quantize_layers(
+    model: PreTrainedModel,
+    origin: Origin,
+    cell: BatchCell,
+    holds: Holds,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
+    ranks: Ranks = ALONE,
+) -> None:
+    """Quantizes linears of decoder layers, at paths that `holds` accepts: see `quantize_model`."""
 
     def choose(path: str, weight: Tensor, bias: Tensor | None) -> Placement | None:
-        if len(weight) < _FEWEST_OUTPUTS:
+        cut = cuts.get(path, Cut.WHOLE)
+        outputs = len(weight) * (ranks.count if cut is Cut.COLWISE else 1)
+        inputs = weight.shape[1] * (ranks.count if cut is Cut.ROWWISE else 1)
+        if outputs < _FEWEST_OUTPUTS:
             return None
         weight, bias = weight.to(origin.device), None if bias is None else bias.to(origin.device)
-        if origin.quantized == "4bit" and weight.shape[1] % BLOCK == 0:
+        if origin.quantized == "4bit" and inputs % BLOCK == 0:
+            if weight.shape[1] % BLOCK:
+                raise ConfigError(
+                    f"engine.quantize 4bit: {ranks.count} ranks would cut the blocks of {BLOCK} weights of "
+                    f"{path}, which has {inputs} inputs: choose 8bit, or another engine.tensor_parallel"
+                )
             return place_in_nf4(weight, bias)
-        return Int8Placement(weight, bias)
+        return Int8Placement(weight, bias, ranks if cut is Cut.ROWWISE else ALONE)
 
     place_linears(model, cell, choose, holds)
 

@@ -6,12 +6,14 @@ tensors again, and the linears frozen ones (`placement.py`). Nothing of transfor
 runs.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Placement as ShardOfTensor
 from transformers import PreTrainedModel
 
 from coserve.adapters.sharded import AdapterShards
@@ -23,6 +25,7 @@ from coserve.model.load import adopt, drive, load_model, make_base, usable_devic
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.placement import place_locally
 from coserve.model.placing import leave_file, put
+from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
 from coserve.model.sharded.contents import contents_over_ranks
 from coserve.model.sharded.modules import cut_embedding, cut_experts
@@ -37,12 +40,14 @@ def load_sharded(
     ranks: Ranks,
     dtype: torch.dtype | str = "auto",
     device: str | torch.device = "cpu",
+    quantize: str = "none",
 ) -> Base:
     """Loads a rank's part of a base from a local folder or hub name with files of safetensors. All ranks call
-    this together. Raises the errors of `load_base`, and UnsupportedModel for a model that cannot be cut over
-    so many ranks."""
+    this together. `quantize` is as in `load_base`: a rank quantizes its own part, to the numbers that one
+    rank would have. Raises the errors of `load_base`, and UnsupportedModel for a model that cannot be cut
+    over so many ranks."""
     where, contents = usable_device(device), ModelContents(model)
-    shaping = _Shaping(ranks, where)
+    shaping = _Shaping(ranks, where, quantize)
     with refusing(repr(str(model)), "cannot be loaded"):
         loaded = load_model(model, dtype, shaping.cut)
     with refusing(loaded.config.model_type, "cannot be cut over ranks"):
@@ -52,31 +57,27 @@ def load_sharded(
 class _Shaping:
     """The cut of one model."""
 
-    def __init__(self, ranks: Ranks, where: torch.device) -> None:
-        self._ranks, self._where, self._cell = ranks, where, BatchCell()
+    def __init__(self, ranks: Ranks, where: torch.device, quantize: str) -> None:
+        self._ranks, self._where, self._cell, self._quantize = ranks, where, BatchCell(), quantize
         self._plan: ShardPlan
 
     def cut(self, model: PreTrainedModel) -> None:
         """Has parameters on the meta device say how they are cut."""
         self._plan = ShardPlan.of(model, self._ranks.count)
-        mesh = DeviceMesh(self._where.type, torch.arange(self._ranks.count), mesh_dim_names=("tp",))
-        made: dict[int, nn.Parameter] = {}
-        for name, placement in self._plan.tensors.items():
-            owner, key = _owner(model, name)
-            own = owner._parameters[key]
-            assert own is not None
-            if id(own) not in made:  # tied ones stay one
-                whole = distribute_tensor(own.data, mesh, [placement], src_data_rank=None)
-                made[id(own)] = nn.Parameter(whole, requires_grad=False)
-            owner._parameters[key] = made[id(own)]
+        cut_parameters(model, self._plan.tensors, self._ranks.count, self._where)
 
     def base_of(self, model: PreTrainedModel, contents: ModelContents) -> Base:
         """The base of a model whose parts are loaded."""
         layers, plan = adopt(model), self._plan
         digests = contents_over_ranks(model.state_dict(), contents, self._ranks)
-        fingerprint = fingerprint_of(model.config, digests, linear_paths(model), "none")
-        origin = Origin.of(model, layers, "none", self._where, fingerprint)
-        _unwrap(model)
+        fingerprint = fingerprint_of(model.config, digests, linear_paths(model), self._quantize)
+        origin = Origin.of(model, layers, self._quantize, self._where, fingerprint)
+        unwrap(model)
+        for path, cut in plan.linears.items():
+            if cut is Cut.ROWWISE and self._ranks.number:
+                model.get_submodule(path).bias = None  # the first rank adds it
+        if self._quantize != "none":
+            quantize_model(model, layers, origin, self._cell, plan.linears, self._ranks)
         leave_file(model)
         if any(tensor.device != self._where for tensor in model.state_dict().values()):
             model = model.to(device=self._where)
@@ -92,16 +93,34 @@ class _Shaping:
 
     def _place(self, model: PreTrainedModel, path: str, cut: Cut) -> None:
         linear = model.get_submodule(path)
-        weight, bias = linear.weight, linear.bias
-        assert isinstance(weight, Tensor)
         kind = RowShard if cut is Cut.ROWWISE else ColumnShard
         if path in self._plan.gathered:
             kind = GatheredColumnShard
-        if cut is Cut.ROWWISE and self._ranks.number:
-            bias = None  # the first rank adds it
+        if isinstance(linear, FrozenLinear):  # it is quantized
+            linear.placement = kind(linear.placement, self._ranks)
+            return
+        weight, bias = linear.weight, linear.bias
+        assert isinstance(weight, Tensor)
         own = place_locally(weight.data, bias.data if isinstance(bias, Tensor) else None)
         shape = weight.shape[0], weight.shape[1]
         put(model, path, FrozenLinear(path, kind(own, self._ranks), shape, self._cell))
+
+
+def cut_parameters(
+    model: nn.Module, tensors: Mapping[str, ShardOfTensor], ranks: int, where: torch.device
+) -> None:
+    """Has parameters on the meta device, by name, say how they are cut over `ranks`, so that transformers
+    reads a rank's part of them. `unwrap` makes them plain ones again."""
+    mesh = DeviceMesh(where.type, torch.arange(ranks), mesh_dim_names=("tp",))
+    made: dict[int, nn.Parameter] = {}
+    for name, placement in tensors.items():
+        owner, key = _owner(model, name)
+        own = owner._parameters[key]
+        assert own is not None
+        if id(own) not in made:  # tied ones stay one
+            whole = distribute_tensor(own.data, mesh, [placement], src_data_rank=None)
+            made[id(own)] = nn.Parameter(whole, requires_grad=False)
+        owner._parameters[key] = made[id(own)]
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -109,7 +128,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), key
 
 
-def _unwrap(model: nn.Module) -> None:
+def unwrap(model: nn.Module) -> None:
     """Makes parameters of what ranks have of them, tied ones one."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

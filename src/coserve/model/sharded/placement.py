@@ -1,12 +1,17 @@
-"""Frozen linears of which a rank has a part: some outputs of each row, or some inputs."""
+"""Frozen linears of which a rank has a part: some outputs of each row, or some inputs.
+
+A cut linear gives the next one what a rank has; a whole one, of which every rank is given all inputs, gives
+all outputs to each.
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.errors import NotOffered
-from coserve.model.placement import Offer, Placement
+from coserve.model.placement import Offer, Placement, PlainPlacement
 from coserve.parallel.ranks import Ranks
 
 
@@ -59,3 +64,46 @@ class RowShard(ShardedPlacement):
 
     def complete(self, y: Tensor) -> Tensor:
         return self._ranks.summed(y)
+
+
+class WholeColumns(ShardedPlacement):
+    """All of a linear's inputs and outputs on every rank, each of which computes some outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ranks.columns(self._own.forward(x))
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return self._ranks.sum(self._own.backward(self._ranks.columns_of(grad).contiguous()))
+
+
+class WholeRows(ShardedPlacement):
+    """All of a linear's inputs and outputs on every rank, each of which multiplies some inputs. The bias is
+    the first rank's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ranks.sum(self._own.forward(self._ranks.columns_of(x).contiguous()))
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return self._ranks.columns(self._own.backward(grad))
+
+
+class GatheredWeight(ShardedPlacement):
+    """A linear of which a rank keeps a part of the weight, and of the bias where that is cut too, and gathers
+    the whole for each product, as FSDP does: ranks compute rows of their own. `dim` is the weight's that is
+    cut."""
+
+    def __init__(self, own: PlainPlacement, ranks: Ranks, dim: int) -> None:
+        super().__init__(own, ranks)
+        self._dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias
+        if bias is not None and not self._dim:
+            bias = self._ranks.whole(bias, 0)
+        return F.linear(x, self._whole(), bias)
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return grad @ self._whole()
+
+    def _whole(self) -> Tensor:
+        return self._ranks.whole(self._own.weight(), self._dim)

@@ -48,7 +48,8 @@ class ShardPlan:
         linears: dict[str, Cut] = {}
         gathered, experts, tensors = set[str](), set[str](), dict[str, Placement]()
         embedding, plain = "", {*linear_paths(model)}
-        for path, module, style in _modules(model, rules):
+        for path, style in planned_modules(model):
+            module = model.get_submodule(path)
             if style in ("colwise", *_GATHERED) and path in plain:
                 linears[path] = Cut.COLWISE
                 gathered |= {path} if style in _GATHERED else set()
@@ -70,15 +71,17 @@ class ShardPlan:
         return ShardPlan(ranks, linears, frozenset(gathered), frozenset(experts), embedding, tensors)
 
 
-def _modules(model: PreTrainedModel, rules: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Modules that a rule names, each with its style. A star in a rule stands for a number."""
+def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Paths of modules that the model's own plan names, each with its style. A star in a rule stands for a
+    number."""
     patterns = {
-        re.compile(r"\d+".join(map(re.escape, rule.split("*")))): style for rule, style in rules.items()
+        re.compile(r"\d+".join(map(re.escape, rule.split("*")))): style
+        for rule, style in (model.tp_plan or {}).items()
     }
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, _ in model.named_modules(remove_duplicate=False):
         for pattern, style in patterns.items():
             if pattern.fullmatch(path):
-                yield path, module, style
+                yield path, style
                 break
 
 

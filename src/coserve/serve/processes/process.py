@@ -90,6 +90,7 @@ class ChildProcess:
         self._why = ""
         self._process = process
         self._told = False  # whether its start line was sent, which must be its first
+        self._has_group = True  # which may outlive it
         self._stopped_since: float | None = None
         self._said: asyncio.Queue[Status | None] = asyncio.Queue()
         self._listening = asyncio.create_task(self._listen())
@@ -183,6 +184,7 @@ class ChildProcess:
     async def wait(self) -> ProcessEnd:
         """Waits for its end; all its messages have been read then."""
         code = await self._process.wait()
+        self._end_group()
         with suppress(TimeoutError):  # a child of its own may hold the pipe open
             await asyncio.wait_for(asyncio.shield(self._listening), LAST_WORDS)
         return ProcessEnd(code, self._why, self.is_doomed, self._stopped_since is not None)
@@ -205,6 +207,13 @@ class ChildProcess:
         """Kills its process group: the child and all its children."""
         if not self.has_ended:
             with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _end_group(self) -> None:
+        """Kills, once, what is left of its process group: a rank that is stopped does not end with it."""
+        if self._has_group:
+            self._has_group = False
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def abort(self, why: str) -> None:

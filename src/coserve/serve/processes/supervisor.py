@@ -32,7 +32,7 @@ from coserve.serve.settings import ApiStart, ServerSettings
 from coserve.serve.store.durable import sweep_checkpoints
 from coserve.serve.store.private import OWNER_ONLY
 from coserve.wire.control import EngineStart, encode_line
-from coserve.wire.launch import LOW_PRIORITY
+from coserve.wire.launch import LOW_PRIORITY, RANKS
 
 BACKLOG = 2048  # connections that wait while the API starts again
 CHECKPOINT_SECONDS = 60.0  # beyond the drain, for jobs to write their checkpoints
@@ -216,8 +216,11 @@ class Supervisor:
     async def _keep_spare(self) -> None:
         """Keeps one standby engine running, until cancelled."""
         record = Restarts(self._policy)
+        *command, module = self._commands.standby
+        if (ranks := self._settings.engine.tensor_parallel) > 1:
+            command.append(f"{RANKS}{ranks}")
         while True:
-            self._spare = spare = await self._spawn("standby engine", self._commands.standby)
+            self._spare = spare = await self._spawn("standby engine", [*command, module])
             stands_by = await spare.status() is not None
             since = time.monotonic()
             if stands_by:

@@ -7,7 +7,7 @@ which float64 has exactly, whatever the order of its terms.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -29,6 +29,12 @@ def exponent_of(weight: Tensor) -> int | None:
     low, high = torch.aminmax(weight.detach())  # NaN where there is any
     largest = max(abs(float(low)), abs(float(high)))
     return WEIGHT_BITS - math.frexp(largest)[1] if math.isfinite(float(low) - float(high)) else None
+
+
+def exponents_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """`exponent_of` each, of those that have one."""
+    found = {path: exponent_of(weight) for path, weight in weights.items()}
+    return {path: exponent for path, exponent in found.items() if exponent is not None}
 
 
 def product(x: Tensor, weight: Tensor, exponent: int = 0) -> Tensor:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,26 @@ def test_one_that_was_drained_did_not(tmp_path: Path) -> None:
         assert (await child.end(60)).code == 0
 
     assert end_of(tmp_path, "signal.pause()", drain) == (0, "")
+
+
+@pytest.mark.parametrize("status", [4, 0])
+def test_what_is_stopped_in_its_group_does_not_outlive_it(status: int, tmp_path: Path) -> None:
+    """Such as a rank of an engine, which would keep its memory. An end with status 4 is no crash."""
+    code = f"""
+import subprocess
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+os.kill(rank.pid, signal.SIGSTOP)
+open({str(tmp_path / "rank")!r}, "w").write(str(rank.pid))
+os._exit({status})
+"""
+    assert end_of(tmp_path, code, nothing) == (status, "")
+    pid = int((tmp_path / "rank").read_text())
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == "Z":
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"it is there, in state {state}")
