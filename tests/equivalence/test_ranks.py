@@ -1,7 +1,7 @@
 """A base over several ranks answers as transformers and PEFT do, and trains what one rank trains."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,14 @@ from test_training import make_examples
 
 from bases import check_scored
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve.adapters.methods.bitfit import BitFitConfig
+from coserve.adapters.methods.bottleneck import BottleneckConfig
+from coserve.adapters.methods.ia3 import IA3Config
+from coserve.adapters.methods.ln_tuning import LNTuningConfig
+from coserve.adapters.methods.p_tuning import PTuningConfig
+from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
+from coserve.adapters.settings import settings_of
 from coserve.engine.completion import Completion
 from coserve.executors.remote import RemoteExecutor
 from forked_executors import fork_executors
@@ -26,13 +34,45 @@ SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=2)
 # Four ranks have a head each, and a quarter of the vocabulary, whose head is the embedding.
 TIED: dict[str, Any] = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 # Beside what is cut by vocabulary too.
+FURTHER = {
+    "oft": {"block_size": 4},
+    "road": {"group_size": 16},
+    "vblora": {"num_vectors": 8, "vector_length": 16, "dropout": 0.2},
+    "shira": {"rank": 1},
+}
 ENDS = "embed_tokens", "q_proj", "o_proj", "up_proj", "down_proj", "lm_head"
+# Jobs that train together.
+FEW: Mapping[str, Sequence[object]] = {
+    "lora": [LoRAConfig(rank=4, dropout=0.1)],
+    "dora": [LoRAConfig(rank=2, dora=True)],
+    "ia3": [IA3Config()],
+    "prefix": [PrefixTuningConfig(3, projection=True, hidden=8)],
+    "bottleneck": [BottleneckConfig(width=6)],
+    "norms": [LNTuningConfig()],
+}
+ALL: Mapping[str, Sequence[object]] = {
+    **FEW,
+    "two parts": [PrefixTuningConfig(2), LoRAConfig(rank=3, lora_bias=True, dropout=0.2)],
+    "biases": [BitFitConfig("all")],
+    "prompt": [PromptTuningConfig(3, start="SAMPLE_VOCAB")],
+    "encoded prompt": [PTuningConfig(3)],
+    "whole modules": [LoRAConfig(rank=2, bias="all", modules_to_save=("lm_head", "layers.1.mlp.down_proj"))],
+    "tokens": [LoRAConfig(rank=1, tokens=(3, 60))],
+    **{method: settings_of([{"type": method, **own}]) for method, own in FURTHER.items()},
+}
+AT_ENDS: Mapping[str, Sequence[object]] = {
+    "lora": [LoRAConfig(rank=4, targets=ENDS, bias="all")],
+    "norms": [LNTuningConfig()],
+}
+FOUR: Mapping[str, Sequence[object]] = {"lora": [LoRAConfig(rank=4)]}
 CASES = [
-    pytest.param("llama", 2, torch.float64, {}, id="llama in float64"),
-    pytest.param("llama", 4, torch.float32, TIED, id="llama on four ranks"),
-    pytest.param("mixtral", 2, torch.float32, {}, id="mixtral"),
-    pytest.param("gemma2", 2, torch.float32, {}, id="gemma2"),
-    pytest.param("qwen3", 2, torch.float32, {"attention_bias": True}, id="qwen3 with biases"),
+    pytest.param("llama", 2, torch.float64, {}, ALL, id="llama in float64"),
+    pytest.param("llama", 4, torch.float32, TIED, FOUR, id="llama on four ranks"),
+    pytest.param("llama", 4, torch.float32, TIED, FEW, id="llama on four ranks", marks=pytest.mark.slow),
+    pytest.param("gpt2", 2, torch.float32, {}, FEW, id="gpt2"),
+    pytest.param("mixtral", 2, torch.float32, {}, FEW, id="mixtral"),
+    pytest.param("gemma2", 2, torch.float32, {}, FEW, id="gemma2"),
+    pytest.param("qwen3", 2, torch.float32, {"attention_bias": True}, AT_ENDS, id="qwen3 with biases"),
 ]
 
 
@@ -51,10 +91,10 @@ def ask(engine: Engine, questions: list[list[int]], adapter: str | None = None) 
     return [engine.generate(question, adapter, SAMPLING) for question in questions]
 
 
-@pytest.mark.parametrize(("name", "ranks", "dtype", "changes"), CASES)
+@pytest.mark.parametrize(("name", "ranks", "dtype", "changes", "methods"), CASES)
 def test_ranks_compute_what_one_does(
-    name: str, ranks: int, dtype: torch.dtype, changes: dict[str, Any], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, ranks: int, dtype: torch.dtype, changes: dict[str, Any],
+    methods: Mapping[str, Sequence[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Answers with and without adapters, beside training, in windows and slices that are paused."""
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
@@ -63,36 +103,37 @@ def test_ranks_compute_what_one_does(
     questions = prompts(random.Random(name), [9, 3, 21])
     peft = with_lora(tiny(name, dtype, **changes), seed=1)
     peft.save_pretrained(str(tmp_path / "peft"))
-    data, jobs, adapters = make_examples(name, 9), {}, {}
+    data, histories, tokens, adapters = make_examples(name, 9), {}, {}, {}
     for count in (1, ranks):
         with engine_of(folder, count) as engine:
             told = [engine.base.fingerprint, engine.executor.spec.cache_nbytes * count]
             engine.adapters.load("peft", tmp_path / "peft")
-            method = LoRAConfig(rank=4, targets=ENDS) if name == "qwen3" else LoRAConfig(rank=4)
-            job = engine.finetune(data, "mine", method, TRAINING)
+            mine = {own: engine.finetune(data, own, parts, TRAINING) for own, parts in methods.items()}
             answers = [*ask(engine, questions), *ask(engine, questions, "peft")]
             engine.run()
-            own = ask(engine, questions, "mine")
+            own = [answer for job in mine for answer in ask(engine, questions, job)]
             engine.run()
-            jobs[count] = job.history, told, [answer.tokens for answer in (*answers, *own)]
-            adapters[count] = engine.adapters.weights("mine").parameters()
-            engine.adapters.save("mine", tmp_path / f"mine-{count}")
+            histories[count] = {own: job.history for own, job in mine.items()}
+            tokens[count] = told, [answer.tokens for answer in (*answers, *own)]
+            adapters[count] = {own: engine.adapters.weights(own).parameters() for own in mine}
+            for job in mine:
+                engine.adapters.save(job, tmp_path / f"{job}-{count}")
         for model, answered in ((tiny(name, dtype, **changes), answers[:3]), (peft, answers[3:])):
             for question, answer in zip(questions, answered, strict=True):
                 with torch.no_grad():
                     logits = logits_of(model, [*question, *answer.tokens[:-1]])
                 check_scored(logits, question, answer, 1e-5 * float(logits.abs().max()))
-    (one, *wanted), (several, *found) = jobs[1], jobs[ranks]
-    assert wanted == found, "the fingerprint, bytes of all ranks' pages, and all tokens"
-    assert len(one) == len(several) == TRAINING.max_steps
-    for before, after in zip(one, several, strict=True):
-        assert before.grad_norm > (TRAINING.max_grad_norm or 0) and before.labels == after.labels
-        assert after.loss == pytest.approx(before.loss, rel=tolerance, abs=0)
-        assert after.grad_norm == pytest.approx(before.grad_norm, rel=tolerance, abs=0)
+    assert tokens[1] == tokens[ranks], "the fingerprint, bytes of all ranks' pages, and all tokens"
     with engine_of(folder, 1) as engine:
-        saved = engine.adapters.load("saved", tmp_path / f"mine-{ranks}").parameters()
-    assert adapters[1].keys() == adapters[ranks].keys() == saved.keys()
-    for path, weight in adapters[1].items():
-        assert weight.abs().max() > 0
-        for other in (adapters[ranks][path], saved[path]):
-            torch.testing.assert_close(other, weight, rtol=0, atol=tolerance, msg=path)
+        saved = {own: engine.adapters.load(own, tmp_path / f"{own}-{ranks}").parameters() for own in methods}
+    for job in methods:
+        one, several = histories[1][job], histories[ranks][job]
+        assert len(one) == len(several) == TRAINING.max_steps
+        for before, after in zip(one, several, strict=True):
+            assert before.grad_norm > 0 and before.labels == after.labels
+            assert after.loss == pytest.approx(before.loss, rel=tolerance, abs=0), job
+            assert after.grad_norm == pytest.approx(before.grad_norm, rel=tolerance, abs=0), job
+        assert adapters[1][job].keys() == adapters[ranks][job].keys() >= saved[job].keys()
+        for path, weight in adapters[1][job].items():
+            for other in (adapters[ranks][job][path], saved[job].get(path, weight)):
+                torch.testing.assert_close(other, weight, rtol=0, atol=tolerance, msg=f"{job}: {path}")

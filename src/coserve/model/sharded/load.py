@@ -9,7 +9,7 @@ runs.
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
@@ -22,12 +22,13 @@ from coserve.model.linear import FrozenLinear
 from coserve.model.load import adopt, drive, load_model, make_base, usable_device
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.placement import place_locally
-from coserve.model.placing import leave_file, put
+from coserve.model.placing import leave_file, put, weights_of
 from coserve.model.refusal import refusing
 from coserve.model.sharded.contents import contents_over_ranks
 from coserve.model.sharded.modules import cut_embedding, cut_experts
 from coserve.model.sharded.placement import ColumnShard, GatheredColumnShard, RowShard
 from coserve.model.sharded.plan import ShardPlan
+from coserve.model.sharded.whole import WholeFrame
 from coserve.parallel.ranks import Ranks
 from coserve.parallel.search import Cut
 
@@ -46,7 +47,7 @@ def load_sharded(
     with refusing(repr(str(model)), "cannot be loaded"):
         loaded = load_model(model, dtype, shaping.cut)
     with refusing(loaded.config.model_type, "cannot be cut over ranks"):
-        return drive(shaping.base_of(loaded, contents))
+        return shaping.completed(drive(shaping.base_of(loaded, contents)))
 
 
 class _Shaping:
@@ -82,24 +83,30 @@ class _Shaping:
             model = model.to(device=self._where)
         for path, cut in plan.linears.items():
             self._place(model, path, cut)
+        for path, name in plan.widths:  # by which an attention splits what its first linear gives
+            owner = model.get_submodule(path)
+            setattr(owner, name, getattr(owner, name) // self._ranks.count)
         for path in plan.experts:
             cut_experts(model.get_submodule(path), self._ranks)
         if plan.embedding:
             cut_embedding(model.get_submodule(plan.embedding), self._ranks)
         base = make_base(model, layers, origin, self._cell)
-        base.shards = AdapterShards(plan.linears, self._ranks)
+        base.shards = AdapterShards(plan.linears, self._ranks, plan.pieces, plan.headwise)
+        return base
+
+    def completed(self, base: Base) -> Base:
+        """A base that is driven, with the whole one for adapters' methods."""
+        base.whole = WholeFrame(base, self._plan, self._ranks)
         return base
 
     def _place(self, model: PreTrainedModel, path: str, cut: Cut) -> None:
-        linear = model.get_submodule(path)
-        weight, bias = linear.weight, linear.bias
-        assert isinstance(weight, Tensor)
+        weight, bias = weights_of(model.get_submodule(path))
         kind = RowShard if cut is Cut.ROWWISE else ColumnShard
         if path in self._plan.gathered:
             kind = GatheredColumnShard
         if cut is Cut.ROWWISE and self._ranks.number:
             bias = None  # the first rank adds it
-        own = place_locally(weight.data, bias.data if isinstance(bias, Tensor) else None)
+        own = place_locally(weight, bias)
         shape = weight.shape[0], weight.shape[1]
         put(model, path, FrozenLinear(path, kind(own, self._ranks), shape, self._cell))
 
