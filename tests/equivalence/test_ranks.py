@@ -133,7 +133,7 @@ def test_ranks_compute_what_one_does(
             assert before.grad_norm > 0 and before.labels == after.labels
             assert after.loss == pytest.approx(before.loss, rel=tolerance, abs=0), job
             assert after.grad_norm == pytest.approx(before.grad_norm, rel=tolerance, abs=0), job
-        assert adapters[1][job].keys() == adapters[ranks][job].keys() >= saved[job].keys()
+        assert adapters[1][job].keys() == adapters[ranks][job].keys()  # a file has no encoders
         for path, weight in adapters[1][job].items():
             for other in (adapters[ranks][job][path], saved[job].get(path, weight)):
                 torch.testing.assert_close(other, weight, rtol=0, atol=tolerance, msg=f"{job}: {path}")

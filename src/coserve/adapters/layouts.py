@@ -25,6 +25,7 @@ from coserve.parallel.search import ENDS, ENTERING, BypassPlan, Cut, LinearEnds,
 from coserve.parallel.states import CHANGES, NO_CHANGE, SUMMANDS, ChangePair, State
 
 MAP: Final = "f"  # the operator of all weights of a method whose function is one
+_WIDTH, _INNER = 4096, 16
 _TABLES: Final = (EMBEDDINGS, "embedding.weight")  # have a row for each input, linears one for each output
 
 
@@ -75,8 +76,8 @@ def ends_of(side: Side, cut: Cut) -> LinearEnds:
 
 def layout_of(bypass: Bypass, side: Side, cut: Cut) -> RankLayout | None:
     """The layout beside a linear that is cut so, or of keys and values; None for a kind of bypass that has
-    none. It is the same for all widths, ranks and links."""
-    graph = graph_of(bypass, side, 2, 2, 1)
+    none. Those of a wide model are taken for all: they send least where rows are many bytes."""
+    graph = graph_of(bypass, side, _WIDTH, _WIDTH, _INNER)
     return None if graph is None else _chosen(graph, ends_of(side, cut))
 
 
@@ -141,14 +142,13 @@ def graph_of(bypass: Bypass, side: Side, inputs: int, outputs: int, inner: int =
             operators = _two_linears(PRODUCT, names, width, outputs)
         case PlainPrefix(embeddings=rows):
             width = outputs if inner else rows.shape[1]
-            return BypassGraph(len(rows), width, tuple(_table(EMBEDDINGS, width)))
+            return BypassGraph(inputs if inner else len(rows), width, tuple(_table(EMBEDDINGS, width)))
         case ProjectedPrefix(weights=weights):
             table, *names = weights
             middle, outputs = (inner, outputs) if inner else (len(weights[n]) for n in (names[0], names[2]))
             first = _table(table, inner or weights[table].shape[1])
-            return BypassGraph(
-                len(weights[table]), outputs, (*first, *_two_linears(table, names, middle, outputs))
-            )
+            inputs = inputs if inner else len(weights[table])
+            operators = [*first, *_two_linears(table, names, middle, outputs)]
         case LinearBypass():
             count = 1 if inner else sum(tensor.numel() for tensor in bypass.tensors.values())
             from_ = INPUT if side is Side.INPUT or bypass.reads_input else PRODUCT

@@ -196,14 +196,13 @@ class BypassPlan:
         return [step.operator for step in self.steps if step.weight_gradient == SUMMANDS]
 
     def seconds(self, link: RankLink, ranks: int, load: PassLoad) -> tuple[float, float]:
-        """Seconds of collectives, forward and back, of one pass; those of an optimizer step are shared by its
-        passes."""
+        """Seconds of collectives, forward and back, of one pass. Gradients of whole weights are summed in one
+        for an optimizer step, which its passes share."""
         taken = {"forward": 0.0, "back": 0.0}
         for way, change, name in self.changes():
             taken[way] += link.seconds(change, load.rows * self.graph.widths[name] * load.itemsize, ranks)
-        for operator in self.summed_weights():
-            # A gradient of a weight is kept in float32.
-            nbytes = 4 * _numel(self.graph.weight_shape(operator))
+        if summed := self.summed_weights():
+            nbytes = 4 * sum(_numel(self.graph.weight_shape(one)) for one in summed)  # kept in float32
             taken["back"] += link.seconds(Change.REDUCE, nbytes, ranks) / load.passes
         return taken["forward"], taken["back"]
 
