@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.adapters.methods.ia3 import IA3Config
 from coserve.core.plan import BasePlan, BaseResult, Sampled
 from coserve.errors import ConfigError, CoserveError, EngineLost, OutOfMemory, UnsupportedModel
 from coserve.executors import remote
@@ -172,7 +171,7 @@ def test_models_that_cannot_be_cut(
 @pytest.mark.parametrize(
     "setting",
     [{"quantize": "8bit"}, {"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
-     {"deterministic": True}, {"tensor_parallel": 65}, {"tensor_parallel": 0}],
+     {"tensor_parallel": 65}, {"tensor_parallel": 0}],
 )  # fmt: skip
 def test_settings_that_do_not_go_with_ranks(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel"):
@@ -181,9 +180,7 @@ def test_settings_that_do_not_go_with_ranks(setting: dict[str, Any]) -> None:
 
 def test_what_ranks_do_not_train_is_refused_and_all_else_goes_on(engine: Engine) -> None:
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        (IA3Config(), {}, "only LoRA without biases is served and trained"),
-        (LoRAConfig(dora=True), {}, "row|norms|DoRA|not offer"),
-        (LoRAConfig(dropout=0.1), {}, "dropout in job .*: not offered with engine.tensor_parallel"),
+        (LoRAConfig(dora=True, targets=("embed_tokens",)), {}, "DoRA beside model.embed_tokens, whose norms"),
         (LoRAConfig(), {"keep": SavePolicy.EVERYTHING}, "keep=.*: not offered with engine.tensor_parallel"),
     ]
     for number, (method, settings, words) in enumerate(refused):

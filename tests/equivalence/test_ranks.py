@@ -111,7 +111,7 @@ def test_ranks_compute_what_one_does(
             mine = {own: engine.finetune(data, own, parts, TRAINING) for own, parts in methods.items()}
             answers = [*ask(engine, questions), *ask(engine, questions, "peft")]
             engine.run()
-            own = [answer for job in mine for answer in ask(engine, questions, job)]
+            own = [answer for job in mine for answer in ask(engine, questions[:1], job)]
             engine.run()
             histories[count] = {own: job.history for own, job in mine.items()}
             tokens[count] = told, [answer.tokens for answer in (*answers, *own)]
@@ -123,7 +123,8 @@ def test_ranks_compute_what_one_does(
                 with torch.no_grad():
                     logits = logits_of(model, [*question, *answer.tokens[:-1]])
                 check_scored(logits, question, answer, 1e-5 * float(logits.abs().max()))
-    assert tokens[1] == tokens[ranks], "the fingerprint, bytes of all ranks' pages, and all tokens"
+    for found in zip(*tokens.values(), strict=True):  # the fingerprint, bytes of all ranks' pages, tokens
+        assert found[0] == found[1]
     with engine_of(folder, 1) as engine:
         saved = {own: engine.adapters.load(own, tmp_path / f"{own}-{ranks}").parameters() for own in methods}
     for job in methods:
