@@ -21,6 +21,7 @@ from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.settings import settings_of
 from coserve.engine.completion import Completion
+from coserve.errors import UnsupportedModel
 from coserve.executors.remote import RemoteExecutor
 from forked_executors import fork_executors
 from models import logits_of, prompts, save, tiny, with_lora
@@ -77,8 +78,8 @@ CASES = [
 
 
 @contextmanager
-def engine_of(folder: Path, ranks: int) -> Iterator[Engine]:
-    settings: dict[str, Any] = {"cache_tokens": 1024, "page_size": 8, "scheduler": CUTS}
+def engine_of(folder: Path, ranks: int, **more: Any) -> Iterator[Engine]:
+    settings: dict[str, Any] = {"cache_tokens": 1024, "page_size": 8, "scheduler": CUTS, **more}
     engine = Engine(folder, EngineConfig(calibrate=False, tensor_parallel=ranks, **settings))
     try:
         yield engine
@@ -138,3 +139,52 @@ def test_ranks_compute_what_one_does(
         for path, weight in adapters[1][job].items():
             for other in (adapters[ranks][job][path], saved[job].get(path, weight)):
                 torch.testing.assert_close(other, weight, rtol=0, atol=tolerance, msg=f"{job}: {path}")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_deterministic_mode(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits alone, and beside traffic in engines of which one is killed."""
+    fork_executors(monkeypatch)
+    folder = save(tiny("llama", num_hidden_layers=2, num_key_value_heads=4), tmp_path / "model")
+    questions, data = prompts(random.Random(ranks), [3, 21]), make_examples("bits", 9)
+    settings = {"deterministic": True, "scheduler": {**CUTS, "training_window": 11}}
+    parts = [LoRAConfig(rank=3, dora=True, dropout=0.1), BottleneckConfig(width=5)]
+    with engine_of(folder, ranks, **settings) as engine:
+        job = engine.finetune(data, "mine", parts, TRAINING).result()
+        alone = [engine.generate(question, "mine", SAMPLING).result() for question in questions]
+        weights = engine.adapters.weights("mine").parameters()
+    with engine_of(folder, ranks, **settings) as engine:
+        begun = engine.finetune(data, "mine", parts, TRAINING)
+        ask(engine, questions)
+        while len(begun.history) < 2:
+            engine.step()
+        state = begun.pause()
+        assert isinstance(engine.executor, RemoteExecutor)
+        engine.executor.workers[-1].process.kill()
+    with engine_of(folder, ranks, **settings) as engine:
+        resumed = engine.finetune(data, "mine", parts, TRAINING, resume=state)
+        ask(engine, questions)
+        engine.run()
+        together = ask(engine, questions, "mine")
+        engine.run()
+        found = engine.adapters.weights("mine").parameters()
+    assert [one.loss for one in resumed.history] == [one.loss for one in job.history[2:]]
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens and one.prompt_logprobs == other.prompt_logprobs
+
+
+def test_the_deterministic_mode_needs_widths_whose_rows_are_aligned_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has 50 inputs of each down projection."""
+    x, a = torch.randn(16, 50), torch.randn(3, 50)
+    if torch.equal(x.roll(1, 0) @ a.t(), (x @ a.t()).roll(1, 0)):
+        pytest.skip("this machine's products of 50 numbers do not depend on a row's place")
+    fork_executors(monkeypatch)
+    folder = save(tiny("llama", intermediate_size=100), tmp_path / "model")
+    with (
+        pytest.raises(UnsupportedModel, match="an adapter's product of 50 inputs depend on a row's place"),
+        engine_of(folder, 2, deterministic=True),
+    ):
+        pass
