@@ -70,7 +70,7 @@ def load_of(sizes: Sizes) -> PassLoad:
 
 
 def chosen_plans(case: Case, link: RankLink, sizes: Sizes) -> list[BypassPlan]:
-    """As many candidates as run: the cheapest, the dearest, the one with all weights whole, and others at even
+    """As many candidates as run: the cheapest, the dearest, that with all weights whole, and others at even
     distances of the order of prices."""
     plans = best_plans(case.graph, ENDS[case.cut], RANKS, link, load_of(sizes))
     last, count = len(plans) - 1, min(sizes.candidates, len(plans))

@@ -14,9 +14,10 @@ from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.bitfit import BitFitBypass
 from coserve.adapters.methods.bottleneck import BottleneckBypass
 from coserve.adapters.methods.ia3 import IA3Bypass
+from coserve.adapters.methods.p_tuning import EncodedPrompt
 from coserve.adapters.methods.prefix_tuning import PlainPrefix, ProjectedPrefix
 from coserve.adapters.on_ranks import OnRank
-from coserve.adapters.prompts import EMBEDDINGS
+from coserve.adapters.prompts import EMBEDDINGS, PlainPrompt
 from coserve.adapters.replace import NormReplacement, Replacement
 from coserve.errors import AdapterError
 from coserve.parallel.bypass_graph import INPUT, PRODUCT, BypassGraph, BypassOp, OpKind
@@ -143,6 +144,11 @@ def graph_of(bypass: Bypass, side: Side, inputs: int, outputs: int, inner: int =
         case PlainPrefix(embeddings=rows):
             width = outputs if inner else rows.shape[1]
             return BypassGraph(inputs if inner else len(rows), width, tuple(_table(EMBEDDINGS, width)))
+        case PlainPrompt(embeddings=rows):
+            inputs, operators = len(rows), _table(EMBEDDINGS, outputs)
+        case EncodedPrompt(weights=weights):
+            count = sum(tensor.numel() for tensor in weights.values())
+            inputs, operators = bypass.count, [BypassOp(MAP, OpKind.MAP, (INPUT,), outputs, count)]
         case ProjectedPrefix(weights=weights):
             table, *names = weights
             middle, outputs = (inner, outputs) if inner else (len(weights[n]) for n in (names[0], names[2]))
