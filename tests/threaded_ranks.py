@@ -42,7 +42,7 @@ class ThreadRanks(Ranks):
 
 
 def on_ranks(count: int, function: Callable[[ThreadRanks], T]) -> list[T]:
-    """What the function gives on each of so many ranks, which run together."""
+    """Returns what the function gives on each of so many ranks, which run together."""
     board, barrier = [torch.empty(0)] * count, threading.Barrier(count)
 
     def run(number: int) -> T:

@@ -121,15 +121,15 @@ def _run_rounds(
 
 
 class PlanRun:
-    """A plan with weights and rows of one rank; a call makes the passes of an optimizer step and gives the
-    seconds' worth of a pass."""
+    """A plan with weights and rows of one rank; a call makes the passes of an optimizer step."""
 
     def __init__(self, plan: BypassPlan, ranks: Ranks, sizes: Sizes) -> None:
         self.plan, self._ranks, self._passes = plan, ranks, load_of(sizes).passes
         generator = torch.Generator().manual_seed(0)
 
         def drawn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator) / max(shape) ** 0.5
+            numbers: Tensor = torch.randn(shape, generator=generator) / max(shape) ** 0.5
+            return numbers
 
         graph = plan.graph
         shapes = {one.name: graph.weight_shape(one) for one in graph.operators}
@@ -174,7 +174,7 @@ class PlanRun:
         if summed := [self.weights[one.name].grad for one in self.plan.summed_weights()]:
             flat = self._ranks.sum(torch.cat([grad.flatten() for grad in summed if grad is not None]))
             sizes = [grad.numel() for grad in summed if grad is not None]
-            for grad, own in zip(summed, flat.split(sizes), strict=True):
+            for grad, own in zip(summed, torch.split(flat, sizes), strict=True):
                 assert grad is not None
                 grad.copy_(own.view_as(grad))
 

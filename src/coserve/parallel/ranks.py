@@ -111,7 +111,7 @@ class Ranks:
         gradient."""
         if not self.number:
             return x
-        found: Tensor = _Elsewhere.apply(x)  # type: ignore[no-untyped-call]
+        found: Tensor = _Once.apply(x)  # type: ignore[no-untyped-call]
         return found
 
     def columns_of(self, whole: Tensor, pieces: int = 1) -> Tensor:
@@ -224,7 +224,7 @@ class _Changed(torch.autograd.Function):
         return ranks.change(grads[0], back, pieces), None, None, None, None
 
 
-class _Elsewhere(torch.autograd.Function):
+class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
