@@ -147,7 +147,7 @@ def test_ranks_of_which_one_fails_at_a_command_are_lost() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "count", "words"),
     [
-        ("gpt2", {}, 2, "gpt2 is not supported: transformers has no tensor-parallel plan for it"),
+        ("opt", {}, 2, "opt is not supported: transformers has no tensor-parallel plan for it"),
         (
             "qwen3_5_text",
             SHAPES["qwen3_5_text"],

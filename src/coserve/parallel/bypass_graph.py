@@ -106,7 +106,7 @@ class BypassGraph:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Which of `INPUT` and `PRODUCT` it reads."""
+        """Those of `INPUT` and `PRODUCT` that it reads."""
         return frozenset(name for one in self.operators for name in one.inputs) & {INPUT, PRODUCT}
 
 

@@ -61,6 +61,7 @@ def test_orders() -> None:
     assert spearman([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)
 
 
+@pytest.mark.slow
 def test_memory_of_a_rank_and_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork_executors(monkeypatch)
     found = run_ranks(quick=True, only=["memory"], json_path=tmp_path / "ranks.json")
