@@ -99,7 +99,7 @@ def test_a_configuration_in_a_file_or_in_place(tmp_path: Path) -> None:
         (["tiny", "--activations"], "one --adapter"),
         (["opt", "--tensor-parallel", "2"], "no tensor-parallel plan"),
         (
-            ["tiny", "--tensor-parallel", "2", "--adapter", "lora:targets=embed_tokens"],
+            ["tiny", "--tensor-parallel", "2", "--adapter", '{"targets": ["embed_tokens"]}'],
             "plans no EmbeddingLoRA",
         ),
         (["tiny", "--tensor-parallel", "2", "--link", "string"], "no link between ranks"),
