@@ -287,6 +287,16 @@ def zoo(
 
 
 @app.command()
+def ranks(json_file: Figures = None, quick: Quick = False, only: Only = None) -> None:
+    """Measures one model over several processes, and plans of bypasses between real ones."""
+    check_writable("--json", json_file)
+    from coserve_benchmarks.ranks.run import run_ranks
+    from coserve_benchmarks.report import print_report
+
+    print_report(run_ranks(quick, only or None, json_file))
+
+
+@app.command()
 def models(
     json_file: Figures = None,
     only: Annotated[

@@ -196,7 +196,6 @@ class EngineConfig:
             "base": (bool(self.base), "its linears are computed elsewhere already"),
             "base_memory": (self.base_memory != "auto", "a base that is cut is not streamed"),
             "offload": (self.offload, "optimizer state that is cut stays beside its weights"),
-            "deterministic": (self.deterministic, "sums over ranks have other last bits than one rank's"),
         }
         for name, (is_set, reason) in refused.items():
             if is_set:

@@ -38,6 +38,13 @@ class AdapterVersion:
         for part in self.parts:
             yield from part.bypasses.items()
 
+    def named(self) -> Iterator[tuple[str, Place, Bypass, str]]:
+        """The name of every trained parameter in `parameters`, with its bypass and the name there; a shared
+        one is there for each of its bypasses."""
+        for number, part in enumerate(self.parts):
+            for full, place, bypass, name in part.named():
+                yield f"{self._prefix(number)}{full}", place, bypass, name
+
     def parameters(self) -> dict[str, Tensor]:
         """Trained parameters by name; with several parts the names begin with the part's number."""
         return {

@@ -239,13 +239,16 @@ class Part:
     config: object
     bypasses: Mapping[Place, Bypass]
 
+    def named(self) -> Iterator[tuple[str, Place, Bypass, str]]:
+        """Names of trained parameters, stable across checkpoints, with their bypass and their names there; a
+        shared one is there for each of its bypasses."""
+        for place, bypass in self.bypasses.items():
+            for name in bypass.parameters():
+                yield _name(place, bypass, name), place, bypass, name
+
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Trained parameters, by names stable across checkpoints; a shared one is there once."""
-        yield from {
-            _name(place, bypass, name): tensor
-            for place, bypass in self.bypasses.items()
-            for name, tensor in bypass.parameters().items()
-        }.items()
+        """Trained parameters by these names; a shared one is there once."""
+        yield from {full: bypass.parameters()[name] for full, _, bypass, name in self.named()}.items()
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> "Part":
         """Returns the part with other tensors under the same names."""

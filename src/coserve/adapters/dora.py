@@ -14,8 +14,9 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypass, Dense, Side, exact_type
 from coserve.adapters.lowrank import EmbeddingLoRA, LowRank
-from coserve.adapters.sites import Weights
+from coserve.adapters.sites import CutWeights, Weights
 from coserve.kernels.dropout import Mask
+from coserve.parallel.ranks import ALONE, Ranks
 
 MAGNITUDE = "lora_magnitude_vector"
 _LARGE = 1024.0
@@ -25,11 +26,13 @@ _LARGE = 1024.0
 class Norms:
     """‖W + scale · B A‖ of each output, computed on first use.
 
-    Needs only W's norms and its products with A's rows, so W may be packed, quantized or remote.
+    Needs only W's norms and its products with A's rows, so W may be packed, quantized or remote. Where each
+    of `ranks` has some inputs, squares are summed over them.
     """
 
     weights: Weights
     lora: LowRank
+    ranks: Ranks = ALONE
 
     @cached_property
     def values(self) -> Tensor:
@@ -40,6 +43,7 @@ class Norms:
             s = self.lora.scale
             crossed = (b * self._products().to(own.dtype)).sum(dim=1)
             squared = own.square() + 2 * s * crossed + s * s * ((b @ (a @ a.t())) * b).sum(dim=1)
+            squared = self.ranks.sum(squared)
             return squared.clamp_min(torch.finfo(own.dtype).tiny).sqrt()
 
     def _products(self) -> Tensor:
@@ -82,19 +86,26 @@ class DoRABypass(Bypass):
     def of(lora: LowRank, magnitude: Tensor, weights: Weights) -> "DoRABypass":
         return DoRABypass(lora, magnitude, Norms(weights, lora), lora.dropout)
 
+    def on(self, ranks: Ranks | None) -> "DoRABypass":
+        """The bypass beside a linear that is cut: by inputs over `ranks`, or None by outputs."""
+        weights = self.norms.weights
+        own = weights.own if isinstance(weights, CutWeights) else weights
+        return replace(self, norms=Norms(own, self.lora, ALONE if ranks is None else ranks))
+
     def parameters(self) -> Mapping[str, Tensor]:
         return {**self.lora.parameters(), MAGNITUDE: self.magnitude}
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> "DoRABypass":
         lora = self.lora.with_parameters(parameters)
-        norms = Norms(self.norms.weights, lora)
+        norms = Norms(self.norms.weights, lora, self.norms.ranks)
         return replace(self, lora=lora, magnitude=parameters[MAGNITUDE], norms=norms)
 
     def in_type(self, dtype: torch.dtype, copy: bool = False) -> "DoRABypass":
         """The magnitude stays exact, as its small difference from the norm matters."""
         lora = self.lora.in_type(dtype, copy)
         magnitude = self.magnitude.to(exact_type(dtype), copy=copy)
-        return replace(self, lora=lora, magnitude=magnitude, norms=Norms(self.norms.weights, lora))
+        norms = Norms(self.norms.weights, lora, self.norms.ranks)
+        return replace(self, lora=lora, magnitude=magnitude, norms=norms)
 
     def with_norms(self, values: Tensor) -> "DoRABypass":
         """Returns the bypass with given norms [out], until its parameters change."""

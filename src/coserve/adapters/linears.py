@@ -139,6 +139,11 @@ class LinearBypass(Bypass, Generic[C]):
     note: str = ""
     mask: Mask | None = None
     side: ClassVar[Side] = Side.OUTPUT
+    reads_input: ClassVar[bool] = True  # f is one of x; else of y
+
+    @abstractmethod
+    def given(self, rows: Tensor) -> Tensor:
+        """f alone, of x [rows, in] or y [rows, width]; differentiable."""
 
     def parameters(self) -> Tensors:
         return self.tensors
@@ -197,18 +202,18 @@ class AddingBypass(LinearBypass[C]):
         """f(x) [rows, out] for x [rows, in] in the type of the tensors; differentiable."""
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return y + self._given(x).to(y.dtype)
+        return y + self.given(x).to(y.dtype)
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        y.add_(self._given(x).to(y.dtype))
+        y.add_(self.given(x).to(y.dtype))
 
     def merged(self, dense: Dense, side: Side) -> Dense:
         change = self.in_type(dense.weight.dtype).product
         columns = [change(rows).t() for rows in _unit_rows(dense.weight)]
         return replace(dense, weight=dense.weight + torch.cat(columns, dim=1))
 
-    def _given(self, x: Tensor) -> Tensor:
-        return self.product((x if self.mask is None else self.mask(x)).to(self.dtype))
+    def given(self, rows: Tensor) -> Tensor:
+        return self.product((rows if self.mask is None else self.mask(rows)).to(self.dtype))
 
 
 class TurningBypass(LinearBypass[C]):
@@ -216,10 +221,14 @@ class TurningBypass(LinearBypass[C]):
     bfloat16 knows steps of 1/128 only."""
 
     exact = True
+    reads_input = False
 
     @abstractmethod
     def change(self, y: Tensor) -> Tensor:
         """f(y) for y [rows, width]; differentiable."""
+
+    def given(self, rows: Tensor) -> Tensor:
+        return self.change(rows)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return y + self.change(y)

@@ -1,71 +1,58 @@
-"""Adapters of a base that is cut over ranks: of each matrix a rank has all or a part, as the search says.
+"""Adapters of a base that is cut over ranks: of each tensor a rank has all or a part, as the search says.
 
 Files, messages and saved states have whole adapters, whatever the number of ranks: they are cut where they
 come in, and put together where they go out.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.lowrank import EmbeddingLoRA, is_lora
+from coserve.adapters.bypass import Bypass, Place, SequentialBypass
+from coserve.adapters.dora import DoRABypass
+from coserve.adapters.layouts import SUM, WHOLE, MatrixShare, RankLayout, expect_layout, layout_of, links_of
+from coserve.adapters.lowrank import EmbeddingLoRA
+from coserve.adapters.methods.bitfit import BitFitBypass
+from coserve.adapters.methods.prefix_tuning import PlainPrefix, ProjectedPrefix
+from coserve.adapters.on_ranks import FirstAdds, MappedOnRank, OnRank
 from coserve.errors import AdapterError
-from coserve.parallel.bypass_graph import lora_graph
-from coserve.parallel.links import LINKS
-from coserve.parallel.ranks import Ranks
-from coserve.parallel.search import Cut, best_plans
-from coserve.parallel.states import SUMMANDS, State
+from coserve.parallel.ranks import Ranks, join_parts, part_of
+from coserve.parallel.search import Cut
+from coserve.parallel.states import NO_CHANGE
+
+_Prefix = (PlainPrefix, ProjectedPrefix)
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixShare:
-    """A rank's share of a trained matrix: the part along `dim`, or all of it (None), whose gradient
-    `is_sum` of what ranks find."""
-
-    dim: int | None = None
-    is_sum: bool = False
-
-
-WHOLE = MatrixShare()
-
-
-@cache
-def lora_shares(cut: Cut) -> Mapping[str, MatrixShare]:
-    """The shares of a low-rank bypass's matrices beside a linear that is cut so: those of the best plan. It
-    is the same for all widths, ranks and links: it sends nothing but one gradient a step."""
-    plan = best_plans(lora_graph(2, 2, 1), cut, 2, next(iter(LINKS.values())))[0]
-    assert not [*plan.changes()], "no rows are sent between a bypass's products"
-    return {f"lora_{step.operator.name}": _share(step.weight, step.weight_gradient) for step in plan.steps}
-
-
-def _share(weight: State | None, gradient: State | None) -> MatrixShare:
-    return MatrixShare(weight.dim if isinstance(weight, Shard) else None, gradient == SUMMANDS)
-
-
+@dataclass(frozen=True)
 class AdapterShards:
-    """Cuts adapters for one of `ranks`, and puts them together; `cuts` are those of the linears, by path."""
+    """Cuts adapters for one of `ranks`, and puts them together. `cuts` are those of the linears, by path;
+    `pieces` of outputs are cut each for itself where there are several; norms at `headwise` have a rank's own
+    heads."""
 
-    def __init__(self, cuts: Mapping[str, Cut], ranks: Ranks) -> None:
-        self._cuts, self.ranks = cuts, ranks
+    cuts: Mapping[str, Cut]
+    ranks: Ranks
+    pieces: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    headwise: frozenset[str] = frozenset()
 
     def cut(self, adapter: AdapterVersion) -> AdapterVersion:
         """The rank's part of an adapter. Raises AdapterError for one that cannot be cut."""
         if self.ranks.count == 1:
             return adapter
-        self._refuse(adapter)
         shares = self.shares(adapter)
-        return adapter.with_parameters({n: self._part(t, shares[n]) for n, t in adapter.parameters().items()})
+        own = {name: self._part(tensor, shares[name]) for name, tensor in adapter.parameters().items()}
+        cut = each_bypass(adapter, lambda place, one: self._own(adapter.name, place, one))
+        return cut.with_parameters(own)
 
     def whole(self, adapter: AdapterVersion) -> AdapterVersion:
         """The whole adapter, given the rank's part. All ranks call this together."""
         if self.ranks.count == 1:
             return adapter
         shares = self.shares(adapter)
-        return adapter.with_parameters({n: self._all(t, shares[n]) for n, t in adapter.parameters().items()})
+        parameters = {n: self._all(t, shares[n]) for n, t in adapter.parameters().items()}
+        return each_bypass(adapter, self._whole).with_parameters(parameters)
 
     def cut_moments(self, adapter: AdapterVersion, moments: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The rank's part of AdamW's state of an adapter's weights."""
@@ -76,23 +63,73 @@ class AdapterShards:
         return {name: self._all(t, share) for name, t, share in self._of_moments(adapter, moments)}
 
     def shares(self, adapter: AdapterVersion) -> Mapping[str, MatrixShare]:
-        """The share of each trained tensor, by its name in `AdapterVersion.parameters`."""
-        names = iter(adapter.parameters())
-        return {
-            next(names): lora_shares(self._cuts[place.path]).get(name, WHOLE)
-            if place.path in self._cuts
-            else WHOLE
-            for place, bypass in adapter.placed()
-            for name in bypass.parameters()
-        }
-
-    def _refuse(self, adapter: AdapterVersion) -> None:
-        for place, bypass in adapter.placed():
-            if not (is_lora(bypass) or isinstance(bypass, EmbeddingLoRA)):
+        """The share of each trained tensor, by its name in `AdapterVersion.parameters`. Raises
+        AdapterError."""
+        if self.ranks.count == 1:
+            return dict.fromkeys(adapter.parameters(), WHOLE)
+        found: dict[str, MatrixShare] = {}
+        for full, place, bypass, name in adapter.named():
+            link = next(one for one in links_of(bypass) if name in one.parameters())
+            share = self._share(adapter.name, place, link, name)
+            if found.setdefault(full, share) != share:
                 raise AdapterError(
-                    f"adapter {adapter.name!r} has a {type(bypass).__name__} at {place.path}: with "
-                    "engine.tensor_parallel only LoRA without biases is served and trained"
+                    f"adapter {adapter.name!r} has {name} in places that are cut over ranks and in others, "
+                    "where its gradients do not add up: choose targets of one of these"
                 )
+        return found
+
+    def dropout_part(self, place: Place) -> tuple[int, int]:
+        """The part of a linear's inputs that a rank has: its number among so many."""
+        is_cut = self.cuts.get(place.path) is Cut.ROWWISE
+        return (self.ranks.number, self.ranks.count) if is_cut else (0, 1)
+
+    def _share(self, adapter: str, place: Place, link: Bypass, name: str) -> MatrixShare:
+        if place.path in self.headwise:
+            return SUM
+        if place.path not in self.cuts and not isinstance(link, _Prefix):
+            return WHOLE
+        share = self._layout(adapter, place, link).share(name)
+        if share.dim is None:
+            return share
+        if isinstance(link, _Prefix):  # a row has keys and values of each layer
+            return replace(share, pieces=2 * link.layout.layers)
+        is_output = self.cuts[place.path] is Cut.COLWISE
+        return replace(share, pieces=self.pieces.get(place.path, 1) if is_output else 1)
+
+    def _layout(self, adapter: str, place: Place, link: Bypass) -> RankLayout:
+        found = layout_of(link, place.side, self.cuts.get(place.path, Cut.WHOLE))
+        return expect_layout(found, adapter, link, place.path)
+
+    def _own(self, adapter: str, place: Place, bypass: Bypass) -> Bypass:
+        """The bypass of the rank's part of a linear, still with whole tensors."""
+        ranks, cut = self.ranks, self.cuts.get(place.path)
+        if isinstance(bypass, _Prefix):
+            return replace(bypass, layout=bypass.layout.of_groups(bypass.layout.groups // ranks.count))
+        if isinstance(bypass, DoRABypass) and isinstance(bypass.lora, EmbeddingLoRA):
+            raise AdapterError(
+                f"adapter {adapter!r} has DoRA beside {place.path}, whose norms are of all tokens, "
+                "of which a rank has some"
+            )
+        if cut is None:
+            return bypass
+        layout = self._layout(adapter, place, bypass)
+        if isinstance(bypass, DoRABypass):
+            bypass = bypass.on(ranks if cut is Cut.ROWWISE else None)
+        if isinstance(bypass, BitFitBypass) and bypass.base is not None:
+            share = self._share(adapter, place, bypass, "bias")
+            is_first = not layout.first or not ranks.number
+            bypass = replace(bypass, base=self._part(bypass.base, share) if is_first else None)
+        if layout.first:
+            return FirstAdds(bypass, ranks, bypass.dropout, layout.first)
+        if (layout.entering, layout.leaving) == (NO_CHANGE, NO_CHANGE):
+            return bypass
+        pieces = self.pieces.get(place.path, 1) if cut is Cut.COLWISE else 1
+        return MappedOnRank(bypass, ranks, bypass.dropout, layout.entering, layout.leaving, pieces)
+
+    def _whole(self, place: Place, bypass: Bypass) -> Bypass:
+        if isinstance(bypass, _Prefix):
+            return replace(bypass, layout=bypass.layout.of_groups(bypass.layout.groups * self.ranks.count))
+        return bypass.bypass if isinstance(bypass, OnRank) else bypass
 
     def _of_moments(
         self, adapter: AdapterVersion, moments: Mapping[str, Tensor]
@@ -104,8 +141,25 @@ class AdapterShards:
     def _part(self, tensor: Tensor, share: MatrixShare) -> Tensor:
         if share.dim is None:
             return tensor
-        size = tensor.shape[share.dim] // self.ranks.count
-        return tensor.narrow(share.dim, self.ranks.number * size, size).clone()  # frees the whole
+        return part_of(tensor, share.dim, self.ranks, share.pieces).clone()  # frees the whole
 
     def _all(self, tensor: Tensor, share: MatrixShare) -> Tensor:
-        return tensor if share.dim is None else self.ranks.whole(tensor, share.dim)
+        if share.dim is None:
+            return tensor
+        parts = self.ranks.whole(tensor, share.dim).chunk(self.ranks.count, share.dim)
+        return join_parts(parts, share.dim, share.pieces)
+
+
+def each_bypass(adapter: AdapterVersion, make: Callable[[Place, Bypass], Bypass]) -> AdapterVersion:
+    """The adapter with other bypasses, those of a sequence each for itself."""
+
+    def made(place: Place, bypass: Bypass) -> Bypass:
+        if not isinstance(bypass, SequentialBypass):
+            return make(place, bypass)
+        return SequentialBypass([make(place, link) for link in bypass.links], bypass.dropout)
+
+    parts = (
+        replace(part, bypasses={place: made(place, one) for place, one in part.bypasses.items()})
+        for part in adapter.parts
+    )
+    return replace(adapter, parts=tuple(parts))

@@ -1,7 +1,7 @@
 """Sites: modules of a model where bypasses may be added, found by module types."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -115,6 +115,26 @@ class DenseWeights:
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = F.linear(x.to(self._dense.weight.dtype), self._dense.weight, self._dense.bias)
         return y
+
+
+@dataclass(frozen=True, slots=True)
+class CutWeights:
+    """`Weights` that are cut over ranks: `own` are a rank's, `norms` gives those of whole rows."""
+
+    own: Weights
+    norms: Callable[[], Tensor]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.own.bias
+
+    def row_norms(self) -> Tensor:
+        """Euclidean norm of each output's weights, [out]."""
+        return self.norms()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The rank's own part of the product."""
+        return self.own.forward(x)
 
 
 class FrozenParameters(ABC):

@@ -78,7 +78,7 @@ def plan(
     ] = False,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option(min=2, max=MOST_RANKS, help="Instead, how a LoRA adapter is cut over so many ranks."),
+        typer.Option(min=2, max=MOST_RANKS, help="Instead, how an adapter is cut over so many ranks."),
     ] = None,
     link: Annotated[
         str,

@@ -84,7 +84,8 @@ def _head(subject: "Subject", ranks: int, link: "RankLink", rows: int) -> None:
 
 
 def _title(one: "CutBypasses") -> str:
+    through = f" by {one.inner:,}" if one.inner else ""
     return (
-        f"{', '.join(one.names)} ({one.linears} linears, {one.cut}, {one.inputs:,} to {one.outputs:,}, rank "
-        f"{one.rank}): the best of {one.found} plans"
+        f"{one.kind} at {', '.join(one.names)} ({one.modules} times, {one.cut}, {one.inputs:,} to "
+        f"{one.outputs:,}{through}): the best of {one.found} plans"
     )

@@ -32,7 +32,20 @@ from coserve.executors.channel import (
     ExecutorStart,
 )
 from coserve.executors.codec import Codec
-from coserve.executors.executor import Command, ExecutorSpec, FetchAdapter, R, ReadMemory, ReadState
+from coserve.executors.executor import (
+    Command,
+    EmbedTokens,
+    ExecutorSpec,
+    FetchAdapter,
+    LoadAdapter,
+    OpenSession,
+    R,
+    ReadAdapter,
+    ReadMemory,
+    ReadParameter,
+    ReadState,
+    TraceLayers,
+)
 from coserve.executors.parameters import RemoteParameters, ShapedPlacement
 from coserve.executors.spares import take_spare
 from coserve.executors.transport import WorkerTransport
@@ -47,7 +60,10 @@ from coserve.wire.plans import decode_result, encode_plan
 _AHEAD: Final = 16384  # bytes of a plan that surely fit into a socket while the process still runs one
 _SILENCE: Final = 6.0  # seconds without a heartbeat of all ranks; a supervisor's patience is 8
 _STOPPED: Final = 3.0  # of these, where a signal has stopped one of them
-_GATHER: Final = (FetchAdapter, ReadState)  # commands in which ranks talk to each other beside steps
+# Commands in which ranks talk to each other beside steps, one at a time.
+_GATHER: Final = (
+    EmbedTokens, FetchAdapter, LoadAdapter, OpenSession, ReadAdapter, ReadParameter, ReadState, TraceLayers,
+)  # fmt: skip
 
 
 def start_process(descriptors: Sequence[int]) -> "subprocess.Popen[bytes]":
@@ -108,7 +124,8 @@ class RemoteExecutor(WorkerTransport):
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
         message = self._codec.encode_command(command)
-        with self._gathering if isinstance(command, _GATHER) else nullcontext():
+        is_gathered = len(self.workers) > 1 and isinstance(command, _GATHER)
+        with self._gathering if is_gathered else nullcontext():
             if command.beside:
                 replies = self._call_beside(message)
             else:  # after all results: two ends that both send more than a socket holds would deadlock

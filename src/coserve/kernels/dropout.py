@@ -14,19 +14,21 @@ class Mask:
     """Dropout with probability `p` for rows [start, start + rows) of the sequence of rows identified by
     `key`.
 
-    `key` must differ wherever masks should differ (job seed, step, micro-batch, linear).
+    `key` must differ wherever masks should differ (job seed, step, micro-batch, linear). `part` is the number
+    of the columns that are there among as many equal parts.
     """
 
     p: float
     key: str
     start: int
+    part: tuple[int, int] = (0, 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, width], dropped out and scaled by 1 / (1 - p)."""
-        rows, width = x.shape
+        (rows, width), (number, count) = x.shape, self.part
         first, last = self.start // _BLOCK, -(-(self.start + rows) // _BLOCK)
-        blocks = torch.cat([self._block(block, width) for block in range(first, last)])
-        kept = blocks[self.start - first * _BLOCK :][:rows]
+        blocks = torch.cat([self._block(block, width * count) for block in range(first, last)])
+        kept = blocks[self.start - first * _BLOCK :][:rows, width * number : width * (number + 1)]
         return x * kept.to(device=x.device, dtype=x.dtype)
 
     def _block(self, block: int, width: int) -> Tensor:

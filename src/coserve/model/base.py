@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coserve.adapters.sharded import AdapterShards
-from coserve.adapters.sites import EMBEDDED, FrozenParameters, decoder_of
+from coserve.adapters.sites import EMBEDDED, Frame, FrozenParameters, decoder_of
 from coserve.attention.backend import CacheShape
 from coserve.attention.states import RecurrentMixer
 from coserve.core.sequence import Direction
@@ -48,9 +48,12 @@ class Base:
     `hidden_size`, `max_positions`, `parameters` (their number; tied ones once), `quantized` ("none", "8bit"
     or "4bit"), `fingerprint` (content hash of all that), `chain` (its layers, and every loop over them),
     `takes_positions` (whether the model is told its rows' positions), `frozen` (its frozen parameters,
-    wherever they are), `shards` (what of it and of adapters one of several ranks has), `buffer_nbytes` (of
+    wherever they are), `shards` (what of it and of adapters one of several ranks has), `whole` (the base of
+    which it is a rank's part, or None), `buffer_nbytes` (of
     buffers for parts that are not resident), `reader` (of these parts; None where all are resident).
     """
+
+    whole: Frame | None = None
 
     def __init__(
         self,
@@ -87,6 +90,11 @@ class Base:
         self._decoder: Any = decoder_of(model)
         self.takes_positions = can_be_told(model)
         self._standing_aside = threading.RLock()  # a worker's two streams share the model
+
+    @property
+    def frame(self) -> Frame:
+        """The base as adapters' methods see it: whole, also where this has a rank's part."""
+        return self if self.whole is None else self.whole
 
     @property
     def depth(self) -> int:

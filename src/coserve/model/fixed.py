@@ -24,6 +24,7 @@ from coserve.model.replaced import AppliedRows
 
 ROWS = 16  # a frozen linear in bfloat16 takes as long for 16 rows as for a few: its weights' bytes dominate
 _SHIFTS = (1, 5, 11)  # places by which the proof moves rows around
+_RANK = 3  # of the proof's adapter
 
 
 Ranged = tuple[slice, Bypasses]  # the rows of one adapter
@@ -103,6 +104,7 @@ def prove_fixed(base: Base) -> None:
                 f"depends on the batch ({block.path}.{experts[0]})"
             )
     generator = torch.Generator().manual_seed(0)
+    _prove_adapters(base, name, generator)
     tokens = torch.randint(0, base.vocabulary, (ROWS,), generator=generator).to(base.device)
     positions = torch.arange(ROWS, device=base.device)
     rows = _run(base, tokens, positions)
@@ -113,6 +115,18 @@ def prove_fixed(base: Base) -> None:
             raise UnsupportedModel(
                 f"{name} cannot be run in the deterministic mode here: the bits of a row depend on its place "
                 f"in the batch (with {torch.get_num_threads()} threads; another number may do)"
+            )
+
+
+def _prove_adapters(base: Base, name: str, generator: torch.Generator) -> None:
+    """The same for a low-rank bypass's first product, of inputs as wide as those of the base's linears: where
+    rows of a width begin at other alignments than others, another kernel may add them up."""
+    for width in sorted({linear.in_features for linear in base.linears.values()}):
+        x, a = (torch.randn(n, width, generator=generator).to(base.device, base.dtype) for n in (ROWS, _RANK))
+        if any(not torch.equal((x.roll(n, 0) @ a.t()).roll(-n, 0), x @ a.t()) for n in _SHIFTS):
+            raise UnsupportedModel(
+                f"{name} cannot be run in the deterministic mode here: the bits of an adapter's product of "
+                f"{width} inputs depend on a row's place in the batch"
             )
 
 

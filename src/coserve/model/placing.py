@@ -21,7 +21,7 @@ def place_linears(
     """Replaces linears at paths that `holds` accepts for which `choose` gives a placement, one at a time:
     each weight is freed before the next is placed."""
     for path in filter(holds, linear_paths(model)):
-        weight, bias = _weights(model.get_submodule(path))
+        weight, bias = weights_of(model.get_submodule(path))
         placement = choose(path, weight, bias)
         if placement is not None:
             put(model, path, FrozenLinear(path, placement, (weight.shape[0], weight.shape[1]), cell))
@@ -40,7 +40,8 @@ def leave_file(model: nn.Module) -> None:
         tensor.data = tensor.data.clone()
 
 
-def _weights(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+def weights_of(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """The weight [out, in] and bias of a linear of the model's own."""
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
     dense = weight.data.t().contiguous() if isinstance(linear, Conv1D) else weight.data

@@ -12,13 +12,16 @@ from coserve.parallel.states import COLUMNS_CUT, ROWS_WHOLE, SUMMANDS, State
 
 MOST_OPERATORS: Final = 6  # of a graph that is searched: the number of its plans grows with a power of it
 INPUT: Final = "x"  # the name of a graph's input, which is the frozen linear's
+PRODUCT: Final = "y"  # the name of the frozen linear's output, where the bypass reads it
 
 
 class OpKind(Enum):
     """Kinds of operators on tensors of rows. LINEAR multiplies by a weight [out, in], SCALE by one [width],
-    BIAS adds one [width]. ACTIVATION is any function of single numbers, NORMALIZE one of whole rows."""
+    BIAS adds one [width]. MAP is any linear function of whole rows that a few weights give, which are not
+    cut. ACTIVATION is any function of single numbers, NORMALIZE one of whole rows."""
 
     LINEAR = "linear"
+    MAP = "map"
     SCALE = "scale"
     BIAS = "bias"
     ACTIVATION = "activation"
@@ -27,19 +30,20 @@ class OpKind(Enum):
     MULTIPLY = "multiply"
 
 
-WEIGHTED: Final = (OpKind.LINEAR, OpKind.SCALE, OpKind.BIAS)
+WEIGHTED: Final = (OpKind.LINEAR, OpKind.MAP, OpKind.SCALE, OpKind.BIAS)
 OF_TWO: Final = (OpKind.ADD, OpKind.MULTIPLY)
 
 
 @dataclass(frozen=True, slots=True)
 class BypassOp:
-    """An operator, whose output [rows, width] has its name. `inputs` are names of operators before it, or
-    `INPUT`."""
+    """An operator, whose output [rows, width] has its name. `inputs` are names of operators before it,
+    `INPUT` or `PRODUCT`. A MAP has so many `weights`."""
 
     name: str
     kind: OpKind
     inputs: tuple[str, ...]
     width: int
+    weights: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +60,22 @@ class BypassGraph:
             raise ConfigError(
                 f"a bypass of {len(self.operators)} operators has no plan: 1 to {MOST_OPERATORS} are searched"
             )
-        known = {INPUT: self.inputs}
+        known = {INPUT: self.inputs, PRODUCT: self.outputs}
         for operator in self.operators:
             if len(operator.inputs) != 1 + (operator.kind in OF_TWO) or not known.keys() >= {
                 *operator.inputs
             }:
                 raise ConfigError(f"operator {operator.name!r} of a bypass has no inputs that come before it")
             widths = {known[name] for name in operator.inputs}
-            if operator.name in known or (operator.kind is not OpKind.LINEAR and widths != {operator.width}):
+            if operator.name in known or (
+                operator.kind not in (OpKind.LINEAR, OpKind.MAP) and widths != {operator.width}
+            ):
                 raise ConfigError(f"operator {operator.name!r} of a bypass has the name or width of another")
             known[operator.name] = operator.width
         if (
             unused := known.keys()
             - {name for one in self.operators for name in one.inputs}
-            - {self.last.name}
+            - {self.last.name, INPUT, PRODUCT}
         ):
             raise ConfigError(f"nothing in a bypass uses {min(unused)!r}")
         if self.last.width != self.outputs:
@@ -82,7 +88,9 @@ class BypassGraph:
     @property
     def widths(self) -> Mapping[str, int]:
         """The width of each tensor of rows."""
-        return {INPUT: self.inputs} | {operator.name: operator.width for operator in self.operators}
+        return {INPUT: self.inputs, PRODUCT: self.outputs} | {
+            operator.name: operator.width for operator in self.operators
+        }
 
     def inputs_of(self, operator: BypassOp) -> int:
         """The width of an operator's first input."""
@@ -92,7 +100,14 @@ class BypassGraph:
         """The shape of an operator's weight; empty where it has none."""
         if operator.kind is OpKind.LINEAR:
             return operator.width, self.inputs_of(operator)
+        if operator.kind is OpKind.MAP:
+            return (operator.weights,)
         return (operator.width,) if operator.kind in WEIGHTED else ()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Those of `INPUT` and `PRODUCT` that it reads."""
+        return frozenset(name for one in self.operators for name in one.inputs) & {INPUT, PRODUCT}
 
 
 def lora_graph(inputs: int, outputs: int, rank: int) -> BypassGraph:
@@ -130,9 +145,12 @@ _WHOLE: Final[State] = Replicate()
 
 def weight_states(kind: OpKind) -> Sequence[State | None]:
     """States that the weight of an operator may have."""
-    if kind is OpKind.LINEAR:
-        return _WHOLE, _CUT_OUTPUTS, _CUT_INPUTS
-    return (_WHOLE, _CUT_OUTPUTS) if kind in WEIGHTED else (None,)
+    return {
+        OpKind.LINEAR: (_WHOLE, _CUT_OUTPUTS, _CUT_INPUTS),
+        OpKind.MAP: (_WHOLE,),
+        OpKind.SCALE: (_WHOLE, _CUT_OUTPUTS),
+        OpKind.BIAS: (_WHOLE, _CUT_OUTPUTS, SUMMANDS),  # of which the first rank has one, and others zeros
+    }.get(kind, (None,))
 
 
 def output_state(kind: OpKind, given: ForwardStates) -> State | None:
@@ -152,8 +170,11 @@ def output_state(kind: OpKind, given: ForwardStates) -> State | None:
                 (COLUMNS_CUT, _CUT_INPUTS): SUMMANDS,
                 (SUMMANDS, _WHOLE): SUMMANDS,
             }.get((inputs[0], weight or _WHOLE))
-        case OpKind.SCALE | OpKind.BIAS if inputs == (SUMMANDS,):  # a bias would be added once a rank
-            return SUMMANDS if kind is OpKind.SCALE and weight == _WHOLE else None
+        case OpKind.MAP:
+            return None if cut else inputs[0]
+        case OpKind.SCALE | OpKind.BIAS if SUMMANDS in (weight, *inputs):  # a whole bias would count N times
+            own = SUMMANDS if kind is OpKind.BIAS else _WHOLE
+            return SUMMANDS if inputs == (SUMMANDS,) and weight == own else None
         case OpKind.SCALE | OpKind.BIAS:
             return inputs[0] if (weight == _CUT_OUTPUTS) == cut else None
         case OpKind.NORMALIZE:
@@ -178,8 +199,8 @@ def gradient_states(kind: OpKind, given: ForwardStates, gradient: State) -> Back
         own.append(COLUMNS_CUT if state == COLUMNS_CUT else SUMMANDS if is_part else ROWS_WHOLE)
         if state == SUMMANDS:
             own[-1] = ROWS_WHOLE
-    if weight is None:
-        return BackwardStates(None, tuple(own))
+    if weight is None or weight == SUMMANDS:
+        return BackwardStates(None if weight is None else _WHOLE, tuple(own))
     if weight != _WHOLE:
         return BackwardStates(weight, tuple(own))
     is_sum = gradient == SUMMANDS or SUMMANDS in inputs

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from coserve.parallel.bypass_graph import INPUT
 from coserve.parallel.search import BypassPlan
 from coserve.parallel.states import CHANGES, Change, State, sign
 
@@ -10,13 +9,14 @@ from coserve.parallel.states import CHANGES, Change, State, sign
 def draw_forward(plan: BypassPlan) -> str:
     """The way of the rows: a tensor's state, an operator with its weight's, the state of what it gives. `x =
     -A=- = -B|- |` has the input and A whole on every rank, and the outputs of B cut."""
-    found = [_tensor(INPUT, plan.input)]
-    for number, step in enumerate(plan.steps):
-        before = plan.steps[number - 1].operator.name if number else INPUT
+    before = plan.steps[0].operator.inputs[0]
+    found = [_tensor(before, plan.states[before])]
+    for step in plan.steps:
         pairs = zip(step.operator.inputs, step.inputs, strict=True)
         given = [_changed(plan.states[name], state, name, name == before) for name, state in pairs]
         found += [text for text in given if text]
         found += [f"-{step.operator.name}{sign(step.weight)}-", sign(step.output)]
+        before = step.operator.name
     if plan.output != plan.steps[-1].output:
         found.append(_arrow(plan.steps[-1].output, plan.output))
     return " ".join(found)
@@ -25,8 +25,8 @@ def draw_forward(plan: BypassPlan) -> str:
 def draw_gradients(plan: BypassPlan) -> str:
     """The states of gradients on the way back: of the output, of each operator's output, and of the input."""
     states: Mapping[str, State] = plan.gradients
-    names = [*(step.operator.name for step in reversed(plan.steps)), INPUT]
-    return " ".join([f"y{sign(plan.output_gradient)}", *(f"{name}{sign(states[name])}" for name in names)])
+    names = [*(step.operator.name for step in reversed(plan.steps)), *plan.given]
+    return " ".join([f"out{sign(plan.output_gradient)}", *(f"{name}{sign(states[name])}" for name in names)])
 
 
 def told_changes(plan: BypassPlan) -> list[str]:

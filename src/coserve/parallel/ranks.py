@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coserve.parallel.states import Change
+
 # Seconds that a collective waits for the slowest rank, as one that reads its part of a large model. A rank
 # that has ended is missed at once, and one that hangs is found by the host (`executors/remote.py`).
 _PATIENCE: Final = 600.0
@@ -49,6 +51,30 @@ class Ranks:
         time."""
         return x
 
+    def change(self, x: Tensor, change: Change, pieces: int = 1) -> Tensor:
+        """Another state of a tensor of rows, outside of any graph. Columns are cut in each of `pieces`."""
+        match change:
+            case Change.PARTITION:
+                return self.columns_of(x, pieces)
+            case Change.COMBINE:
+                return join_parts(self.columns(x).chunk(self.count, -1), -1, pieces)
+            case Change.REDUCE:
+                return self.sum(x.clone(memory_format=torch.contiguous_format))
+            case Change.REDUCE_PARTITION:
+                return self.columns_of(self.change(x, Change.REDUCE), pieces)
+            case Change.SPREAD:
+                others = torch.zeros_like(x)
+                parts = [x if rank == self.number else others for rank in range(self.count)]
+                return join_parts(parts, -1, pieces)
+        return x
+
+    def changed(self, x: Tensor, forward: Change, back: Change, pieces: int = 1) -> Tensor:
+        """As `change`, in a graph and out of one; the gradient changes on its way back."""
+        if self.count > 1 and torch.is_grad_enabled() and x.requires_grad:
+            found: Tensor = _Changed.apply(x, self, forward, back, pieces)  # type: ignore[no-untyped-call]
+            return found
+        return self.change(x, forward, pieces)
+
     def of(self, rank: int, x: Tensor) -> Tensor:
         """One rank's tensor, for all; theirs have its shape."""
         return x
@@ -66,29 +92,55 @@ class Ranks:
         return value
 
     def summed(self, x: Tensor) -> Tensor:
-        """In a graph and out of one: the sum of all ranks' x, whose gradient each of them has."""
-        return x
+        """In a graph and out of one: the sum of all ranks' x, whose gradient each of them has. Out of one it
+        replaces x."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return self.changed(x, Change.REDUCE, Change.NOTHING)
+        return self.sum(x.contiguous())
 
     def entering(self, x: Tensor) -> Tensor:
         """In a graph: x, which all ranks have, where each goes on with a part of what follows. Its gradient
         is the sum of theirs."""
-        return x
+        return self.changed(x, Change.NOTHING, Change.REDUCE)
 
     def gathered(self, x: Tensor) -> Tensor:
         """As `columns`, in a graph and out of one; the gradient of a rank's columns is its own part."""
-        return x
+        return self.changed(x, Change.COMBINE, Change.PARTITION)
 
-    def columns_of(self, whole: Tensor) -> Tensor:
-        """The rank's own columns of what `columns` gives."""
-        width = whole.shape[-1] // self.count
-        return whole.narrow(-1, self.number * width, width)
+    def once(self, x: Tensor) -> Tensor:
+        """A summand of a sum over ranks that is x: x on the first rank, zeros on others. All have its
+        gradient."""
+        if not self.number:
+            return x
+        found: Tensor = _Once.apply(x)  # type: ignore[no-untyped-call]
+        return found
+
+    def columns_of(self, whole: Tensor, pieces: int = 1) -> Tensor:
+        """The rank's own columns of a whole tensor."""
+        return part_of(whole, -1, self, pieces)
+
+
+def part_of(whole: Tensor, dim: int, ranks: Ranks, pieces: int = 1) -> Tensor:
+    """A rank's part of a tensor along a dimension, of each of `pieces` that lie end to end."""
+    dim %= whole.ndim
+    each = whole.shape[dim] // (pieces * ranks.count)
+    split = torch.unflatten(whole, dim, (pieces, ranks.count, each))
+    return split.select(dim + 1, ranks.number).flatten(dim, dim + 1)
+
+
+def join_parts(parts: Sequence[Tensor], dim: int, pieces: int = 1) -> Tensor:
+    """The tensor whose parts, as `part_of` gives them, ranks have."""
+    dim %= parts[0].ndim
+    split = [torch.unflatten(part, dim, (pieces, part.shape[dim] // pieces)) for part in parts]
+    return torch.cat(split, dim + 1).flatten(dim, dim + 1)
 
 
 ALONE: Final = Ranks()
 
 
 class RankGroup(Ranks):
-    """This process's rank of several. `beside` is a second group, for threads beside steps."""
+    """This process's rank of several. `beside` is a second group, for threads beside steps. Sums are added up
+    in the order of the ranks where they are `ordered`: else a number's last bits depend on its place."""
 
     def __init__(
         self,
@@ -97,8 +149,9 @@ class RankGroup(Ranks):
         steps: dist.ProcessGroup,
         beside: dist.ProcessGroup,
         device: torch.device,
+        ordered: bool = False,
     ) -> None:
-        self.number, self.count = number, count
+        self.number, self.count, self._ordered = number, count, ordered
         self._steps, self._beside, self._device = steps, beside, device
 
     @contextmanager
@@ -110,6 +163,12 @@ class RankGroup(Ranks):
             self.is_waiting = False
 
     def sum(self, x: Tensor) -> Tensor:
+        if self._ordered:
+            parts = self._parts(x, self._steps)
+            x.copy_(parts[0])
+            for part in parts[1:]:
+                x += part
+            return x
         with self._waiting():
             dist.all_reduce(x, group=self._steps)
         return x
@@ -121,11 +180,15 @@ class RankGroup(Ranks):
         return self._joined(x, dim, self._beside)
 
     def _joined(self, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        return torch.cat(self._parts(x, group), dim).to(x.device)
+
+    def _parts(self, x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+        """All ranks' tensors."""
         own = x.to(self._device).contiguous()
         parts = [torch.empty_like(own) for _ in range(self.count)]
         with self._waiting():
             dist.all_gather(parts, own, group=group)
-        return torch.cat(parts, dim).to(x.device)
+        return parts
 
     def of(self, rank: int, x: Tensor) -> Tensor:
         found = x.clone(memory_format=torch.contiguous_format)
@@ -149,55 +212,27 @@ class RankGroup(Ranks):
             dist.broadcast_object_list(told, src=0, group=self._steps)
         return told[0]
 
-    def summed(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
-            found: Tensor = _Summed.apply(x, self)  # type: ignore[no-untyped-call]
-            return found
-        return self.sum(x.contiguous())
 
-    def entering(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
-            found: Tensor = _Entering.apply(x, self)  # type: ignore[no-untyped-call]
-            return found
-        return x
-
-    def gathered(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
-            found: Tensor = _Gathered.apply(x, self)  # type: ignore[no-untyped-call]
-            return found
-        return self.columns(x)
-
-
-class _Summed(torch.autograd.Function):
+class _Changed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        return ranks.sum(x.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, forward: Change, back: Change, pieces: int) -> Tensor:
+        ctx.told = ranks, back, pieces
+        return x.view_as(x) if forward is Change.NOTHING else ranks.change(x, forward, pieces)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ranks, back, pieces = ctx.told
+        return ranks.change(grads[0], back, pieces), None, None, None, None
 
 
-class _Entering(torch.autograd.Function):
+class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.sum(grads[0].clone(memory_format=torch.contiguous_format)), None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.columns(x)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.columns_of(grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def is_stopped(process: int) -> bool:
@@ -208,7 +243,7 @@ def is_stopped(process: int) -> bool:
         return False
 
 
-def join(rank: Rank, device: torch.device, patience: float = _PATIENCE) -> Ranks:
+def join(rank: Rank, device: torch.device, patience: float = _PATIENCE, ordered: bool = False) -> Ranks:
     """Joins the other ranks, on this machine: waits until all are there. Ranks on CPUs talk by gloo, those on
     GPUs by NCCL. Raises RuntimeError where they do not come."""
     if rank.count == 1:
@@ -226,4 +261,4 @@ def join(rank: Rank, device: torch.device, patience: float = _PATIENCE) -> Ranks
     )
     steps = dist.group.WORLD
     assert steps is not None, "it was made above"
-    return RankGroup(rank.number, rank.count, steps, dist.new_group(), device)
+    return RankGroup(rank.number, rank.count, steps, dist.new_group(), device, ordered)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate
 
 from coserve.parallel.bypass_graph import (
     INPUT,
+    PRODUCT,
     BypassGraph,
     BypassOp,
     ForwardStates,
@@ -54,7 +55,7 @@ class Cut(Enum):
 @dataclass(frozen=True, slots=True)
 class LinearEnds:
     """The states that a frozen linear gives its bypass: of the input and its gradients, and of the output,
-    with its gradient, in any of these pairs.
+    with its gradient, in any of these pairs. The bypass finds the product in the first of these.
 
     Beside columns the input's gradient may stay a sum, which joins the linear's own before that is reduced,
     and beside rows so may the output: neither costs a collective.
@@ -64,11 +65,27 @@ class LinearEnds:
     input_gradients: tuple[State, ...]
     outputs: tuple[tuple[State, State], ...]
 
+    @property
+    def given(self) -> Mapping[str, State]:
+        """States of what a bypass may read."""
+        return {INPUT: self.input, PRODUCT: self.outputs[0][0]}
+
+    @property
+    def gradients(self) -> Mapping[str, tuple[State, ...]]:
+        """States that the gradients of that may have."""
+        return {INPUT: self.input_gradients, PRODUCT: (self.outputs[0][1],)}
+
 
 ENDS: Final[Mapping[Cut, LinearEnds]] = {
     Cut.COLWISE: LinearEnds(ROWS_WHOLE, (SUMMANDS, ROWS_WHOLE), ((COLUMNS_CUT, COLUMNS_CUT),)),
     Cut.ROWWISE: LinearEnds(COLUMNS_CUT, (COLUMNS_CUT,), ((SUMMANDS, ROWS_WHOLE), (ROWS_WHOLE, ROWS_WHOLE))),
     Cut.WHOLE: LinearEnds(ROWS_WHOLE, (ROWS_WHOLE,), ((ROWS_WHOLE, ROWS_WHOLE),)),
+}
+# Of a bypass that changes the linear's input.
+ENTERING: Final[Mapping[Cut, LinearEnds]] = {
+    Cut.COLWISE: ENDS[Cut.WHOLE],
+    Cut.ROWWISE: LinearEnds(COLUMNS_CUT, (COLUMNS_CUT,), ((COLUMNS_CUT, COLUMNS_CUT),)),
+    Cut.WHOLE: ENDS[Cut.WHOLE],
 }
 
 
@@ -98,30 +115,34 @@ class PassLoad:
 
 @dataclass(frozen=True)
 class BypassPlan:
-    """A bypass's operators with their states, in order. `input` and `output` are the states at its ends,
-    `input_gradient` and `output_gradient` those of the gradients there."""
+    """A bypass's operators with their states, in order. `given` has the states of what it reads at its ends,
+    by name, and `given_gradients` those of the gradients there; `output` and `output_gradient` are those of
+    what it gives."""
 
     graph: BypassGraph
     steps: tuple[Step, ...]
-    input: State
-    input_gradient: State
+    given: Mapping[str, State]
+    given_gradients: Mapping[str, State]
     output: State
     output_gradient: State
 
     @cached_property
     def states(self) -> Mapping[str, State]:
         """The state of each tensor of rows."""
-        return {INPUT: self.input} | {step.operator.name: step.output for step in self.steps}
+        return {**self.given} | {step.operator.name: step.output for step in self.steps}
 
     @cached_property
     def gradients(self) -> Mapping[str, State]:
         """The state of each tensor's gradient."""
-        return {INPUT: self.input_gradient} | {step.operator.name: step.gradient for step in self.steps}
+        return {**self.given_gradients} | {step.operator.name: step.gradient for step in self.steps}
 
     def is_right(self, ends: LinearEnds) -> bool:
         """Type-checks the plan, forward and back: tells whether it computes what one rank computes."""
         at_end = self.output, self.output_gradient
-        if self.input != ends.input or self.input_gradient not in ends.input_gradients:
+        if any(
+            self.given[name] != ends.given[name] or self.given_gradients[name] not in ends.gradients[name]
+            for name in self.graph.reads
+        ):
             return False
         if at_end not in ends.outputs or not self._changes_exist():
             return False
@@ -137,7 +158,8 @@ class BypassPlan:
         last = self.steps[-1]
         forward = {pair for pair, _ in self._forward()} | {(last.output, self.output)}
         back = {pair for pair, _ in self._back()} | {(self.output_gradient, last.gradient)}
-        return self.input_gradient in GRADIENTS[self.input] and forward | back <= CHANGES.keys()
+        ends = all(state in GRADIENTS[self.given[name]] for name, state in self.given_gradients.items())
+        return ends and forward | back <= CHANGES.keys()
 
     def _forward(self) -> set[tuple[tuple[State, State], str]]:
         """Changes between operators, as pairs of states, with the tensor's name: those of one tensor to one
@@ -174,14 +196,13 @@ class BypassPlan:
         return [step.operator for step in self.steps if step.weight_gradient == SUMMANDS]
 
     def seconds(self, link: RankLink, ranks: int, load: PassLoad) -> tuple[float, float]:
-        """Seconds of collectives, forward and back, of one pass; those of an optimizer step are shared by its
-        passes."""
+        """Seconds of collectives, forward and back, of one pass. Gradients of whole weights are summed in one
+        for an optimizer step, which its passes share."""
         taken = {"forward": 0.0, "back": 0.0}
         for way, change, name in self.changes():
             taken[way] += link.seconds(change, load.rows * self.graph.widths[name] * load.itemsize, ranks)
-        for operator in self.summed_weights():
-            # A gradient of a weight is kept in float32.
-            nbytes = 4 * _numel(self.graph.weight_shape(operator))
+        if summed := self.summed_weights():
+            nbytes = 4 * sum(_numel(self.graph.weight_shape(one)) for one in summed)  # kept in float32
             taken["back"] += link.seconds(Change.REDUCE, nbytes, ranks) / load.passes
         return taken["forward"], taken["back"]
 
@@ -190,14 +211,14 @@ class BypassPlan:
         operators, which their backward reads."""
         held = 0
         for step in self.steps:
-            shared = 1 if step.weight in (None, Replicate()) else ranks
+            shared = 1 if step.weight in (None, Replicate(), SUMMANDS) else ranks
             held += (load.itemsize + _TRAINED) * _numel(self.graph.weight_shape(step.operator)) // shared
         kept = {
             (name, s)
             for step in self.steps
             for name, s in zip(step.operator.inputs, step.inputs, strict=True)
         }
-        for name, state in kept - {(INPUT, self.input)}:  # the linear's own input is there in any case
+        for name, state in kept - {(INPUT, self.given.get(INPUT))}:  # the linear's own input is there anyway
             columns = self.graph.widths[name] // (ranks if state == COLUMNS_CUT else 1)
             held += load.rows * columns * load.itemsize
         return held
@@ -210,22 +231,22 @@ def _numel(shape: Sequence[int]) -> int:
     return found if shape else 0
 
 
-def right_plans(graph: BypassGraph, cut: Cut, ranks: int) -> Iterator[BypassPlan]:
+def right_plans(graph: BypassGraph, ends: LinearEnds, ranks: int) -> Iterator[BypassPlan]:
     """All plans that compute what one rank computes. What `ranks` do not divide is not cut."""
-    search = _Search(graph, ENDS[cut], ranks)
-    for steps in search.forward({INPUT: ENDS[cut].input}, ()):
+    search = _Search(graph, ends, ranks)
+    for steps in search.forward(ends.given, ()):
         yield from search.back(steps)
 
 
 def best_plans(
-    graph: BypassGraph, cut: Cut, ranks: int, link: RankLink, load: PassLoad = PassLoad()
+    graph: BypassGraph, ends: LinearEnds, ranks: int, link: RankLink, load: PassLoad = PassLoad()
 ) -> list[BypassPlan]:
     """All right plans, the cheapest first."""
 
     def price(plan: BypassPlan) -> tuple[float, int, str]:
         return round(sum(plan.seconds(link, ranks, load)), 9), plan.nbytes(ranks, load), str(plan.states)
 
-    return sorted(right_plans(graph, cut, ranks), key=price)
+    return sorted(right_plans(graph, ends, ranks), key=price)
 
 
 _Chosen = tuple[tuple[BypassOp, ForwardStates, State], ...]  # operators, and their states forward
@@ -257,18 +278,21 @@ class _Search:
         for output, gradient in self._ends.outputs:
             if not self._changes(chosen[-1][2], output, last):
                 continue
-            for steps, of_input in self._gradients(chosen, {last: (gradient,)}, ()):
-                yield BypassPlan(self._graph, steps, self._ends.input, of_input, output, gradient)
+            given = {name: self._ends.given[name] for name in sorted(self._graph.reads)}
+            for steps, gradients in self._gradients(chosen, {last: (gradient,)}, ()):
+                yield BypassPlan(self._graph, steps, given, gradients, output, gradient)
 
     def _gradients(
         self, left: _Chosen, given: Mapping[str, tuple[State, ...]], done: tuple[Step, ...]
-    ) -> Iterator[tuple[tuple[Step, ...], State]]:
+    ) -> Iterator[tuple[tuple[Step, ...], Mapping[str, State]]]:
         """All states of gradients, from the last operator that is `left` down; `given` are those that the
         operators behind have given each tensor."""
         if not left:
-            for state in self._ends.input_gradients:
-                if self._all_change(given[INPUT], state, INPUT):
-                    yield done, state
+            names = sorted(self._graph.reads)
+            for found in product(*(self._ends.gradients[name] for name in names)):
+                own = dict(zip(names, found, strict=True))
+                if all(self._all_change(given[name], state, name) for name, state in own.items()):
+                    yield done, own
             return
         operator, states, output = left[-1]
         for gradient in GRADIENTS[output]:

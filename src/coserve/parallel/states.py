@@ -58,3 +58,7 @@ def sign(state: State | None) -> str:
     if state is None:
         return ""
     return "=" if isinstance(state, Replicate) else "+" if isinstance(state, Partial) else "|"
+
+
+ChangePair = tuple[Change, Change]  # of a tensor, and of its gradient on the way back
+NO_CHANGE: Final[ChangePair] = (Change.NOTHING, Change.NOTHING)

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coserve.adapters.lowrank import is_lora
+from coserve.adapters.bypass import Side
+from coserve.adapters.layouts import ends_of, graph_of, links_of
 from coserve.adapters.settings import settings_of
 from coserve.errors import ConfigError
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.load import load_base
 from coserve.model.sharded.plan import ShardPlan
-from coserve.parallel.bypass_graph import lora_graph
+from coserve.parallel.bypass_graph import BypassGraph
 from coserve.parallel.drawing import draw_forward, draw_gradients, told_changes
 from coserve.parallel.links import RankLink
 from coserve.parallel.search import BypassPlan, Cut, PassLoad, best_plans
@@ -35,15 +36,17 @@ class PricedPlan:
 
 @dataclass(frozen=True, slots=True)
 class CutBypasses:
-    """Low-rank bypasses that are cut alike: the linears' `names` and their number, how these are cut, their
-    widths, the bypasses' rank; the number of plans that compute the right numbers, and the best of these."""
+    """Bypasses of one `kind` that are cut alike: the `names` of their modules and their number, how these are
+    cut, their widths, the `inner` width of the bypasses (a low-rank one's rank); the number of plans that
+    compute the right numbers, and the best of these."""
 
+    kind: str
     names: tuple[str, ...]
-    linears: int
+    modules: int
     cut: str
     inputs: int
     outputs: int
-    rank: int
+    inner: int
     found: int
     plans: tuple[PricedPlan, ...]
 
@@ -52,26 +55,30 @@ def plan_ranks(
     subject: Subject, parts: Sequence[Mapping[str, Any]], ranks: int, link: RankLink, rows: int
 ) -> list[CutBypasses]:
     """The plans for an adapter on a model over `ranks`, in passes of `rows` rows. Raises UnsupportedModel,
-    and ConfigError for a method that is not cut."""
+    and ConfigError for what has no plan."""
     with fake_tensors():
         model = subject.build()
         cuts = ShardPlan.of(model, ranks).linears
-        adapter = sketch_adapter(load_base(model), "plan", settings_of(parts), 0)
-    alike: dict[tuple[Cut, int, int, int], list[str]] = {}
+        base = load_base(model)
+        adapter = sketch_adapter(base, "plan", settings_of(parts), 0)
+    alike: dict[tuple[str, Side, Cut, BypassGraph], list[str]] = {}
     for place, bypass in adapter.placed():
-        if not is_lora(bypass):
-            kind = type(bypass).__name__
-            raise ConfigError(f"--tensor-parallel plans LoRA alone: {place.path} has a {kind}")
-        cut = cuts.get(place.path, Cut.WHOLE)
-        shape = bypass.a.shape[1], bypass.b.shape[0], bypass.a.shape[0]
-        alike.setdefault((cut, *shape), []).append(place.path)
+        site, cut = base.sites[place.path], cuts.get(place.path, Cut.WHOLE)
+        for link_ in links_of(bypass):
+            graph = graph_of(link_, place.side, site.inputs, site.outputs)
+            if graph is None:
+                kind = type(link_).__name__
+                raise ConfigError(f"--tensor-parallel plans no {kind}, which {place.path} would have")
+            alike.setdefault((type(link_).__name__, place.side, cut, graph), []).append(place.path)
     load = PassLoad(rows=rows, itemsize=subject.dtype.itemsize)
     found = []
-    for (cut, inputs, outputs, rank), paths in alike.items():
-        plans = best_plans(lora_graph(inputs, outputs, rank), cut, ranks, link, load)
+    for (kind, side, cut, graph), paths in alike.items():
+        plans = best_plans(graph, ends_of(side, cut), ranks, link, load)
         names = tuple(dict.fromkeys(path.rpartition(".")[2] for path in paths))
         shown = tuple(_priced(plan, link, ranks, load) for plan in plans[:SHOWN])
-        found.append(CutBypasses(names, len(paths), cut.value, inputs, outputs, rank, len(plans), shown))
+        inner = graph.operators[0].width if len(graph.operators) > 1 else 0
+        widths = graph.inputs, graph.outputs, inner
+        found.append(CutBypasses(kind, names, len(paths), cut.value, *widths, len(plans), shown))
     return found
 
 

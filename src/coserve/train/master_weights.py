@@ -37,6 +37,7 @@ class MasterWeights:
         start = _in_order(start, base)
         self.optimizer = Optimizer(start.parameters(), exact_type(base.dtype), base.device, make_offload)
         self.current = start.in_type(base.dtype)
+        self._shares = base.shards.shares(start)
         served = self.current.parameters()
         self._served_exact = [name for name, tensor in served.items() if tensor.dtype != base.dtype]
         if moments is not None:
@@ -68,7 +69,7 @@ class MasterWeights:
         """Adds, over ranks, the gradients of matrices of which each rank has all, and has seen a part."""
         if self.ranks.count == 1:
             return
-        shares, weights = self._base.shards.shares(self.current), self.optimizer.weights.items()
+        shares, weights = self._shares, self.optimizer.weights.items()
         if sums := [w.grad for name, w in weights if shares[name].is_sum and w.grad is not None]:
             flat = self.ranks.sum(torch.cat([grad.flatten() for grad in sums]))
             for grad, found in zip(sums, torch.split(flat, [grad.numel() for grad in sums]), strict=True):
@@ -76,7 +77,7 @@ class MasterWeights:
 
     def gradient_norm(self) -> float:
         """The Euclidean norm of all ranks' gradients taken together."""
-        shares, weights = self._base.shards.shares(self.current), self.optimizer.weights.items()
+        shares, weights = self._shares, self.optimizer.weights.items()
         found = [(shares[name].dim is None, w.grad) for name, w in weights if w.grad is not None]
         parts, whole = ([grad for is_whole, grad in found if is_whole is kind] for kind in (False, True))
         of_parts, of_whole = norms([parts, whole])

@@ -1,12 +1,13 @@
 """A micro-batch on the device, on its way forward and back."""
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bypass import Bypass, Bypasses
+from coserve.adapters.bypass import Bypass, Bypasses, Place
 from coserve.core.plan import MicroBatchOutput, MicroBatchStart
 from coserve.kernels.dropout import Mask
 from coserve.memory.arena import Arena
@@ -74,10 +75,15 @@ class MicroBatchState:
         found = adapter.bypasses
         if not self.start.forward_only and any(bypass.dropout for _, bypass in adapter.placed()):
             found = Bypasses.of(
-                (place, _dropping(bypass, f"{seed}/{place.path}", window.start))
+                (place, self._dropping(place, bypass, Mask(0.0, f"{seed}/{place.path}", window.start)))
                 for place, bypass in adapter.placed()
             )
         return adapter.virtual.embedded(found, window.before, window.prompt)
+
+    def _dropping(self, place: Place, bypass: Bypass, mask: Mask) -> Bypass:
+        if not bypass.dropout:
+            return bypass
+        return bypass.dropping(replace(mask, p=bypass.dropout, part=self._base.shards.dropout_part(place)))
 
     @property
     def _adapter(self) -> AdapterVersion:
@@ -117,7 +123,3 @@ class MicroBatchState:
     def nbytes(self) -> int:
         """Bytes of its activations."""
         return self.store.nbytes if "store" in vars(self) else 0
-
-
-def _dropping(bypass: Bypass, key: str, start: int) -> Bypass:
-    return bypass.dropping(Mask(bypass.dropout, key, start)) if bypass.dropout else bypass

@@ -65,7 +65,7 @@ class HeldState:
     ) -> None:
         self.base, self.adapters, self.slot_pools = base, adapters, slot_pools
         self.arena = Arena()
-        self.host_copies = host_copies(base, base.dtype, base.device)
+        self.host_copies = host_copies(base.frame, base.dtype, base.device)
         self.sessions: dict[str, TrainingSession] = {}
         self.window_group_rows = 0  # most in one group
         self._snapshots: dict[int, Callable[[], TrainingState]] = {}  # that are not read yet
@@ -106,8 +106,7 @@ class HeldState:
             case ReadParameter():
                 return self._parameter(command.path, command.what)
             case EmbedTokens():
-                self._expect_alone("a prompt of words")
-                return self.base.frozen.embedded(torch.tensor(command.tokens, dtype=torch.long))
+                return self.base.frame.frozen.embedded(torch.tensor(command.tokens, dtype=torch.long))
             case CompileGrammar():
                 if self._grammars is not None:
                     self._grammars.compile(command.text)
@@ -139,8 +138,6 @@ class HeldState:
             self._expect_alone(f"job {command.job} with keep={command.config.keep}")
         try:
             start = replace(self._first(command), name=command.adapter, version=command.version)
-            if any(bypass.dropout for _, bypass in start.placed()):
-                self._expect_alone(f"dropout in job {command.job}")
             session = TrainingSession(
                 self.base,
                 self.adapters,
@@ -193,14 +190,15 @@ class HeldState:
         return sketch_adapter(self.base, "sketch", settings_of(fresh.methods), fresh.seed)
 
     def _parameter(self, path: str, what: str) -> Tensor | None:
+        frozen = self.base.frame.frozen
         match what:
             case "weight":
-                return self.base.frozen.dense(path).weight
+                return frozen.dense(path).weight
             case "bias":
-                return self.base.frozen.bias(path)
+                return frozen.bias(path)
             case "gain":
-                return self.base.frozen.gain(path)
-        return self.base.frozen.weights(path).row_norms()
+                return frozen.gain(path)
+        return frozen.weights(path).row_norms()
 
     def _mark(self, job: str) -> StateMark:
         session, number = self.sessions[job], next(self._next_snapshot)

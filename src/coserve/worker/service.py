@@ -85,7 +85,7 @@ class Service:
         self, base: Base, worker: DeviceWorker, steps: socket.socket, signals: socket.socket
     ) -> None:
         self._worker, self._steps, self._signals = worker, steps, signals
-        self._codec = Codec(base, base.dtype, base.device)
+        self._codec = Codec(base.frame, base.dtype, base.device)
         self._pauses, self._ranks = Pauses(worker), base.shards.ranks
         self._alive = 0.0  # time of the last heartbeat
         self._waiting = deque[BasePlan]()  # plans without a result
@@ -220,7 +220,7 @@ def _serve(
             start.model,
             config,
             lambda: None if folder is None else load_tokenizer(folder),
-            join(start.rank, torch.device(config.device)),
+            join(start.rank, torch.device(config.device), ordered=config.deterministic),
         )
     except CoserveError as error:
         fault = ExecutorOpened(fault=(type(error).__name__, str(error)))

@@ -97,8 +97,11 @@ def test_a_configuration_in_a_file_or_in_place(tmp_path: Path) -> None:
         (["tiny", "--loss", "much"], "--loss"),
         (["t5", "--adapter", "lora", *SMALL], "decoder-only"),
         (["tiny", "--activations"], "one --adapter"),
-        (["gpt2", "--tensor-parallel", "2"], "no tensor-parallel plan"),
-        (["tiny", "--tensor-parallel", "2", "--adapter", "ia3"], "plans LoRA alone"),
+        (["opt", "--tensor-parallel", "2"], "no tensor-parallel plan"),
+        (
+            ["tiny", "--tensor-parallel", "2", "--adapter", '{"targets": ["embed_tokens"]}'],
+            "plans no EmbeddingLoRA",
+        ),
         (["tiny", "--tensor-parallel", "2", "--link", "string"], "no link between ranks"),
         (["tiny", "--tensor-parallel", "5"], "cannot be divided over 5 ranks"),
         (["tiny", "--executor"], "--executor is for --tensor-parallel"),
@@ -144,12 +147,12 @@ def test_how_an_adapter_is_cut_over_ranks() -> None:
     sent but one gradient."""
     adapter = ("--adapter", "lora:rank=4,targets=q_proj+down_proj")
     printed = plan("255m", "--tensor-parallel", "2", *adapter, "--link", "pcie5")
-    assert "q_proj (16 linears, colwise" in printed and "down_proj (16 linears, rowwise" in printed
+    assert "LoRABypass at q_proj (16 times, colwise" in printed and "down_proj (16 times, rowwise" in printed
     columns, rows = json.loads(plan("255m", "--tensor-parallel", "2", *adapter, "--json"))
-    assert columns["plans"][0]["forward"] == "x = -A=- = -B|- |" and columns["names"] == ["q_proj"]
-    assert rows["plans"][0]["forward"] == "x | -A|- + -B=- +"
+    assert columns["plans"][0]["forward"] == "x = -lora_A=- = -lora_B|- |" and columns["names"] == ["q_proj"]
+    assert rows["plans"][0]["forward"] == "x | -lora_A|- + -lora_B=- +"
     for one, summed in ((columns, "A"), (rows, "B")):
         assert one["found"] > len(one["plans"]) > 1 and one["plans"][0]["forward_seconds"] == 0
-        assert one["plans"][0]["sends"] == [f"reduce {summed}'s gradient once a step"]
+        assert one["plans"][0]["sends"] == [f"reduce lora_{summed}'s gradient once a step"]
         seconds = [plan["forward_seconds"] + plan["back_seconds"] for plan in one["plans"]]
         assert seconds == sorted(seconds)

@@ -12,10 +12,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import core_model_loading
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.bypass import Part, Place
+from coserve.adapters.bypass import Part, Place, Side
+from coserve.adapters.layouts import MatrixShare, layout_of
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.adapters.sharded import AdapterShards, MatrixShare, lora_shares
+from coserve.adapters.sharded import AdapterShards
 from coserve.model.contents import ModelContents
 from coserve.model.load import load_base, load_model
 from coserve.model.sharded.load import _Shaping
@@ -97,8 +98,10 @@ def test_a_rank_reads_its_part_alone(
 
 
 def test_adapters_are_cut_as_the_search_says() -> None:
-    assert lora_shares(Cut.COLWISE) == {"lora_A": MatrixShare(None, True), "lora_B": MatrixShare(0)}
-    assert lora_shares(Cut.ROWWISE) == {"lora_A": MatrixShare(1), "lora_B": MatrixShare(None, True)}
+    lora = LoRABypass(torch.randn(2, 8), torch.randn(8, 2), 1.0)
+    columns, rows = (layout_of(lora, Side.OUTPUT, cut) for cut in (Cut.COLWISE, Cut.ROWWISE))
+    assert columns and columns.shares == {"lora_A": MatrixShare(None, True), "lora_B": MatrixShare(0)}
+    assert rows and rows.shares == {"lora_A": MatrixShare(1), "lora_B": MatrixShare(None, True)}
 
 
 class _Between(Ranks):

@@ -16,6 +16,7 @@ from coserve.parallel.bypass_graph import (
     INPUT,
     MOST_OPERATORS,
     OF_TWO,
+    PRODUCT,
     BypassGraph,
     BypassOp,
     OpKind,
@@ -23,7 +24,7 @@ from coserve.parallel.bypass_graph import (
     lora_graph,
 )
 from coserve.parallel.links import LINKS, link_named
-from coserve.parallel.search import ENDS, BypassPlan, Cut, PassLoad, best_plans, right_plans
+from coserve.parallel.search import ENDS, ENTERING, BypassPlan, Cut, PassLoad, best_plans, right_plans
 from coserve.parallel.states import CHANGES, COLUMNS_CUT, STATES, SUMMANDS, Change, State
 
 ROWS = 3
@@ -34,27 +35,31 @@ def drawn_graph(draw: random.Random, width: int = 4) -> BypassGraph:
     """One to six operators, of which each is used."""
     while True:
         operators: list[BypassOp] = []
-        widths = {INPUT: width}
+        outputs = draw.choice((4, 8))
+        widths = {INPUT: width, PRODUCT: outputs}
         for place in range(draw.randint(1, MOST_OPERATORS)):
             kind = draw.choice(list(OpKind))
             unused = [one.name for one in operators if all(one.name not in o.inputs for o in operators)]
-            first = draw.choice(unused or [INPUT])
+            first = draw.choice(unused or [INPUT, INPUT, PRODUCT])
             alike = [name for name in widths if widths[name] == widths[first] and name != first]
             if kind in OF_TWO and not alike:  # states of one tensor are not two
                 kind = OpKind.ACTIVATION
             inputs = (first, draw.choice(alike)) if kind in OF_TWO else (first,)
-            own = draw.choice((4, 8)) if kind is OpKind.LINEAR else widths[first]
-            operators.append(BypassOp(f"o{place}", kind, inputs, own))
+            own = draw.choice((4, 8)) if kind in (OpKind.LINEAR, OpKind.MAP) else widths[first]
+            operators.append(BypassOp(f"o{place}", kind, inputs, own, own * widths[first]))
             widths[f"o{place}"] = own
         try:
-            return BypassGraph(width, operators[-1].width, tuple(operators))
-        except ConfigError:  # an operator that nothing uses
+            return BypassGraph(width, outputs, tuple(operators))
+        except ConfigError:  # an operator that nothing uses, or another width at the end
             continue
 
 
 def cut_of(full: Tensor, state: State | None, ranks: int) -> Parts:
     if isinstance(state, Shard):
         return list(full.chunk(ranks, state.dim))
+    if state == SUMMANDS:
+        others = [(n + 0.5) * full.roll(1, -1) for n in range(ranks - 1)]
+        return [full - sum(others), *others]
     return [full] * ranks
 
 
@@ -81,6 +86,9 @@ def apply(kind: OpKind, inputs: Sequence[Tensor], weight: Tensor | None) -> Tens
         case OpKind.LINEAR:
             assert weight is not None
             return x @ weight.t()
+        case OpKind.MAP:
+            assert weight is not None
+            return x @ weight.view(-1, x.shape[1]).t()
         case OpKind.SCALE:
             return x * weight
         case OpKind.BIAS:
@@ -97,13 +105,15 @@ def apply(kind: OpKind, inputs: Sequence[Tensor], weight: Tensor | None) -> Tens
 Numbers = dict[str, Tensor]  # the output, and gradients of input and weights
 
 
-def on_one_rank(graph: BypassGraph, x: Tensor, weights: Mapping[str, Tensor], gradient: Tensor) -> Numbers:
+def on_one_rank(
+    graph: BypassGraph, x: Tensor, product: Tensor, weights: Mapping[str, Tensor], gradient: Tensor
+) -> Numbers:
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    known = {INPUT: x.clone().requires_grad_()}
+    known = {INPUT: x.clone().requires_grad_(), PRODUCT: product.clone().requires_grad_()}
     for one in graph.operators:
         known[one.name] = apply(one.kind, [known[name] for name in one.inputs], leaves.get(one.name))
     y = known[graph.last.name]
-    asked = {INPUT: known[INPUT], **leaves}
+    asked = {**{name: known[name] for name in sorted(graph.reads)}, **leaves}
     found = torch.autograd.grad(y, list(asked.values()), gradient)
     return {"output": y.detach(), **dict(zip(asked, found, strict=True))}
 
@@ -120,12 +130,18 @@ def whole_of(parts: Parts, state: State | None) -> Tensor:
 
 
 def on_ranks(
-    plan: BypassPlan, ranks: int, x: Tensor, weights: Mapping[str, Tensor], gradient: Tensor
+    plan: BypassPlan,
+    ranks: int,
+    x: Tensor,
+    product: Tensor,
+    weights: Mapping[str, Tensor],
+    gradient: Tensor,
 ) -> Numbers:
     """Runs a plan as it stands, right or not. Raises KeyError, RuntimeError or ValueError where it cannot
     run."""
     found: Numbers = {}
-    parts = {INPUT: cut_of(x, plan.input, ranks)}
+    wholes = {INPUT: x, PRODUCT: product}
+    parts = {name: cut_of(wholes[name], state, ranks) for name, state in plan.given.items()}
     runs: list[tuple[list[Parts], Parts | None, Parts]] = []
     for step in plan.steps:
         own = step.operator
@@ -162,13 +178,16 @@ def on_ranks(
             of[name].append(changed(own_parts, CHANGES[state, plan.gradients[name]]))
         if weight is not None:
             found[step.operator.name] = whole_of([one[-1] for one in grads], step.weight_gradient)
-    arrived = of[INPUT]
-    total = [torch.stack([one[rank] for one in arrived]).sum(0) for rank in range(ranks)]
-    found[INPUT] = whole_of(total, plan.input_gradient)
+    for name, state in plan.given_gradients.items():
+        total = [torch.stack([one[rank] for one in of[name]]).sum(0) for rank in range(ranks)]
+        found[name] = whole_of(total, state)
     return found
 
 
-def computes(plan: BypassPlan, ranks: int, case: tuple[Tensor, Mapping[str, Tensor], Tensor]) -> bool:
+Case = tuple[Tensor, Tensor, Mapping[str, Tensor], Tensor]
+
+
+def computes(plan: BypassPlan, ranks: int, case: Case) -> bool:
     """Tells whether the plan computes what one rank computes."""
     want = on_one_rank(plan.graph, *case)
     try:
@@ -181,7 +200,7 @@ def computes(plan: BypassPlan, ranks: int, case: tuple[Tensor, Mapping[str, Tens
     )
 
 
-def case_of(graph: BypassGraph, seed: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def case_of(graph: BypassGraph, seed: int) -> Case:
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
@@ -189,7 +208,7 @@ def case_of(graph: BypassGraph, seed: int) -> tuple[Tensor, dict[str, Tensor], T
 
     shapes = {one.name: graph.weight_shape(one) for one in graph.operators}
     weights = {name: drawn(*shape) for name, shape in shapes.items() if shape}
-    return drawn(ROWS, graph.inputs), weights, drawn(ROWS, graph.outputs)
+    return drawn(ROWS, graph.inputs), drawn(ROWS, graph.outputs), weights, drawn(ROWS, graph.outputs)
 
 
 def mutant(plan: BypassPlan, draw: random.Random) -> BypassPlan:
@@ -230,16 +249,18 @@ def spreads(plan: BypassPlan) -> bool:
 def test_types_allow_what_computes_the_right_numbers_and_nothing_else(seed: int) -> None:
     draw, ranks = random.Random(seed), 2 + 2 * (seed % 3 == 2)
     graph, cut = drawn_graph(draw), list(Cut)[seed % 3]
+    is_entering = graph.inputs == graph.outputs and PRODUCT not in graph.reads and seed % 2
+    ends = (ENTERING if is_entering else ENDS)[cut]
     case = case_of(graph, seed)
-    plans = list(islice(right_plans(graph, cut, ranks), 4000))
+    plans = list(islice(right_plans(graph, ends, ranks), 4000))
     if not plans:
         assert cut is not Cut.WHOLE
         return
     assert len({str(plan) for plan in plans}) == len(plans)
     for plan in draw.sample(plans, min(len(plans), 25)):
-        assert plan.is_right(ENDS[cut]) and computes(plan, ranks, case), plan
+        assert plan.is_right(ends) and computes(plan, ranks, case), plan
         for one in (mutant(plan, draw) for _ in range(4)):
-            is_right, is_computed = one.is_right(ENDS[cut]), computes(one, ranks, case)
+            is_right, is_computed = one.is_right(ends), computes(one, ranks, case)
             assert is_computed or not is_right, one
             # Columns with zeros around them are more than any summands: cut again, they are what they were.
             assert is_right or not is_computed or spreads(one), one
@@ -252,7 +273,7 @@ def test_types_allow_what_computes_the_right_numbers_and_nothing_else(seed: int)
 def test_lora_sends_nothing_but_one_gradient_a_step(cut: Cut, weights: list[State], sums: list[str]) -> None:
     """As `sharded LoRA runs` (model/sharded): the same on every link."""
     for link in LINKS.values():
-        best = best_plans(lora_graph(4096, 4096, 16), cut, 4, link)[0]
+        best = best_plans(lora_graph(4096, 4096, 16), ENDS[cut], 4, link)[0]
         assert [step.weight for step in best.steps] == weights and not list(best.changes())
         assert [one.name for one in best.summed_weights()] == sums
 
@@ -260,7 +281,7 @@ def test_lora_sends_nothing_but_one_gradient_a_step(cut: Cut, weights: list[Stat
 def test_prices() -> None:
     """Of those that take as long, the one that holds least; sums through a function are reduced before it."""
     link, load = link_named("ethernet"), PassLoad(rows=64, passes=2)
-    plans = best_plans(bottleneck_graph(64, 64, 8), Cut.ROWWISE, 2, link, load)
+    plans = best_plans(bottleneck_graph(64, 64, 8), ENDS[Cut.ROWWISE], 2, link, load)
     seconds = [round(sum(plan.seconds(link, 2, load)), 9) for plan in plans]
     assert seconds == sorted(seconds) and seconds[0] > 0
     assert all(
@@ -269,14 +290,14 @@ def test_prices() -> None:
         if round(sum(one.seconds(link, 2, load)), 9) == round(sum(two.seconds(link, 2, load)), 9)
     )
     assert any(way == "forward" for way, *_ in plans[0].changes()), "no sum goes through a function"
-    whole = best_plans(lora_graph(64, 64, 8), Cut.WHOLE, 2, link, load)[0]
+    whole = best_plans(lora_graph(64, 64, 8), ENDS[Cut.WHOLE], 2, link, load)[0]
     assert sum(whole.seconds(link, 2, load)) == 0
     # A and B whole: 2 * 64 * 8 weights of 18 bytes, and the rows of A's output.
     assert whole.nbytes(2, load) == 2 * 64 * 8 * 18 + 64 * 8 * 2
 
 
 def test_what_ranks_do_not_divide_is_not_cut() -> None:
-    plans = list(right_plans(lora_graph(64, 64, 6), Cut.COLWISE, 4))
+    plans = list(right_plans(lora_graph(64, 64, 6), ENDS[Cut.COLWISE], 4))
     assert plans and all(plan.states["A"] != COLUMNS_CUT for plan in plans)
 
 

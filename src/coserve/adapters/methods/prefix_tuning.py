@@ -70,6 +70,10 @@ class PrefixLayout:
         ((groups, width, _),) = shapes
         return PrefixLayout(frame.depth, groups, width)
 
+    def of_groups(self, groups: int) -> "PrefixLayout":
+        """The layout of so many groups of each layer."""
+        return replace(self, groups=groups)
+
     @property
     def token_width(self) -> int:
         """Width of one layer's keys of one token."""

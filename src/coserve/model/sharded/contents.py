@@ -55,6 +55,7 @@ def _rows(tensor: Any, ranks: Ranks) -> Iterator[Tensor]:
             parts = [ranks.whole(part, dim) for part in rows.chunk(pieces, dim)]
             yield torch.cat(parts, dim)
         return
-    for rank in range(ranks.count):  # one after the other, as their rows lie
-        for rows in own.split(each):
-            yield ranks.of(rank, rows)
+    for piece in own.chunk(pieces):
+        for rank in range(ranks.count):  # one after the other, as their rows lie
+            for rows in piece.split(each):
+                yield ranks.of(rank, rows)

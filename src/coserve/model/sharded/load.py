@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Placement as ShardOfTensor
@@ -24,13 +24,14 @@ from coserve.model.linear import FrozenLinear
 from coserve.model.load import adopt, drive, load_model, make_base, usable_device
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.placement import place_locally
-from coserve.model.placing import leave_file, put
+from coserve.model.placing import leave_file, put, weights_of
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
 from coserve.model.sharded.contents import contents_over_ranks
 from coserve.model.sharded.modules import cut_embedding, cut_experts
 from coserve.model.sharded.placement import ColumnShard, GatheredColumnShard, RowShard
 from coserve.model.sharded.plan import ShardPlan
+from coserve.model.sharded.whole import WholeFrame
 from coserve.parallel.ranks import Ranks
 from coserve.parallel.search import Cut
 
@@ -51,7 +52,7 @@ def load_sharded(
     with refusing(repr(str(model)), "cannot be loaded"):
         loaded = load_model(model, dtype, shaping.cut)
     with refusing(loaded.config.model_type, "cannot be cut over ranks"):
-        return drive(shaping.base_of(loaded, contents))
+        return shaping.completed(drive(shaping.base_of(loaded, contents)))
 
 
 class _Shaping:
@@ -83,12 +84,20 @@ class _Shaping:
             model = model.to(device=self._where)
         for path, cut in plan.linears.items():
             self._place(model, path, cut)
+        for path, name in plan.widths:  # by which an attention splits what its first linear gives
+            owner = model.get_submodule(path)
+            setattr(owner, name, getattr(owner, name) // self._ranks.count)
         for path in plan.experts:
             cut_experts(model.get_submodule(path), self._ranks)
         if plan.embedding:
             cut_embedding(model.get_submodule(plan.embedding), self._ranks)
         base = make_base(model, layers, origin, self._cell)
-        base.shards = AdapterShards(plan.linears, self._ranks)
+        base.shards = AdapterShards(plan.linears, self._ranks, plan.pieces, plan.headwise)
+        return base
+
+    def completed(self, base: Base) -> Base:
+        """A base that is driven, with the whole one for adapters' methods."""
+        base.whole = WholeFrame(base, self._plan, self._ranks)
         return base
 
     def _place(self, model: PreTrainedModel, path: str, cut: Cut) -> None:
@@ -99,9 +108,8 @@ class _Shaping:
         if isinstance(linear, FrozenLinear):  # it is quantized
             linear.placement = kind(linear.placement, self._ranks)
             return
-        weight, bias = linear.weight, linear.bias
-        assert isinstance(weight, Tensor)
-        own = place_locally(weight.data, bias.data if isinstance(bias, Tensor) else None)
+        weight, bias = weights_of(linear)
+        own = place_locally(weight, bias)
         shape = weight.shape[0], weight.shape[1]
         put(model, path, FrozenLinear(path, kind(own, self._ranks), shape, self._cell))
 

@@ -5,12 +5,10 @@ all outputs to each.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from coserve.errors import NotOffered
 from coserve.model.placement import Offer, Placement, PlainPlacement
 from coserve.parallel.ranks import Ranks
 
@@ -19,8 +17,8 @@ class ShardedPlacement(Placement):
     """A part of a frozen linear. `forward` and `backward` are the rank's own products; `entering` and
     `complete` make them those of the whole linear, together with the bypasses added in between."""
 
-    offers = frozenset({Offer.BACKWARD})
-    shared: ClassVar[str]  # what ranks share, for refusals
+    # Of the rank's own part; those of whole weights are `whole.WholeParameters`.
+    offers = frozenset(Offer)
 
     def __init__(self, own: Placement, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
@@ -33,15 +31,17 @@ class ShardedPlacement(Placement):
     def backward(self, grad: Tensor) -> Tensor:
         return self._own.backward(grad)
 
+    def weight(self) -> Tensor:
+        return self._own.weight()
+
+    def row_norms(self) -> Tensor:
+        return self._own.row_norms()
+
     def tensors(self) -> Mapping[str, Tensor]:
         return self._own.tensors()
 
     def moved(self) -> None:
         self._own.moved()
-
-    def _lacks(self, offer: Offer, path: str = "a linear") -> NotOffered:
-        cut = f"is cut over {self._ranks.count} ranks (engine.tensor_parallel)"
-        return NotOffered(f"{path} {cut}, which do not offer {offer.value}")
 
 
 class ColumnShard(ShardedPlacement):

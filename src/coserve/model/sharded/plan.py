@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from coserve.errors import UnsupportedModel
 from coserve.model.origin import linear_paths
@@ -20,14 +21,27 @@ _INSTEAD: Final = "serve it without engine.tensor_parallel"
 _GATHERED: Final = ("colwise_gather_output", "colwise_rep")
 _PIECES: Final = 2  # of a packed weight: gates and what they multiply
 # Of a norm over one head's numbers: all ranks have it, and it does not train.
-_NOTHING: Final = ("replicated_with_grad_allreduce", "replicate")
+_HEADWISE: Final = "replicated_with_grad_allreduce"
+_NOTHING: Final = (_HEADWISE, "replicate")
+_PACKED: Final = "packed_colwise_of_3"  # queries, keys and values of one linear, each cut for itself
+# Plans of models that transformers has none for, and of attributes that are a rank's width there.
+_OWN: Final[Mapping[str, Mapping[str, str]]] = {
+    "gpt2": {
+        "transformer.h.*.attn.c_attn": _PACKED,
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+    }
+}
+_WIDTHS: Final[Mapping[str, tuple[str, str]]] = {"gpt2": ("transformer.h.*.attn", "split_size")}
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
     """The cut of a model over `ranks`: its linears by path (`linears`, those of which all ranks get the
-    outputs also in `gathered`), its fused experts (`experts`, by path), its embedding, and each tensor by
-    name (`tensors`)."""
+    outputs also in `gathered`; `pieces` of outputs are cut each for itself where there are several), its
+    fused experts (`experts`, by path), its embedding, each tensor by name (`tensors`), norms of a rank's own
+    heads (`headwise`), and attributes of modules that are widths of what a rank has (`widths`)."""
 
     ranks: int
     linears: Mapping[str, Cut]
@@ -35,48 +49,65 @@ class ShardPlan:
     experts: frozenset[str]
     embedding: str
     tensors: Mapping[str, Placement]
+    pieces: Mapping[str, int]
+    headwise: frozenset[str]
+    widths: tuple[tuple[str, str], ...]
 
     @staticmethod
     def of(model: PreTrainedModel, ranks: int) -> "ShardPlan":
         """Reads the plan of a model, whose tensors need no data. Raises UnsupportedModel."""
-        rules, name = dict(model.tp_plan or {}), model.config.model_type
-        if not any(style in ("colwise", "packed_colwise") for style in rules.values()):
+        name = model.config.model_type
+        rules: dict[str, str] = {**(model.tp_plan or {}), **_OWN.get(name, {})}
+        if not any(style in ("colwise", "packed_colwise", _PACKED) for style in rules.values()):
             raise unsupported(name, "transformers has no tensor-parallel plan for it", _INSTEAD)
         if has_states(model.config):
             raise unsupported(name, "the states of its recurrent layers are not cut over ranks", _INSTEAD)
         _check_heads(model, ranks)
         linears: dict[str, Cut] = {}
         gathered, experts, tensors = set[str](), set[str](), dict[str, Placement]()
-        embedding, plain = "", {*linear_paths(model)}
-        for path, style in planned_modules(model):
+        embedding, plain, pieces, headwise = "", {*linear_paths(model)}, dict[str, int](), set[str]()
+        for path, style in planned_modules(model, rules):
             module = model.get_submodule(path)
-            if style in ("colwise", *_GATHERED) and path in plain:
+            if style in ("colwise", _PACKED, *_GATHERED) and path in plain:
                 linears[path] = Cut.COLWISE
                 gathered |= {path} if style in _GATHERED else set()
-                tensors |= {f"{path}.{n}": Shard(0) for n, _ in module.named_parameters(recurse=False)}
+                own = {f"{path}.{n}": p.ndim - 1 for n, p in module.named_parameters(recurse=False)}
+                of_outputs = {n: last if isinstance(module, Conv1D) else 0 for n, last in own.items()}
+                if style == _PACKED:
+                    pieces[path] = 3
+                    tensors |= {n: _StridedShard(dim, split_factor=3) for n, dim in of_outputs.items()}
+                else:
+                    tensors |= {n: Shard(dim) for n, dim in of_outputs.items()}
             elif style == "rowwise" and path in plain:
                 linears[path] = Cut.ROWWISE
-                tensors[f"{path}.weight"] = Shard(1)
+                tensors[f"{path}.weight"] = Shard(0 if isinstance(module, Conv1D) else 1)
             elif style == "embedding_rowwise" and module is model.get_input_embeddings():
                 embedding = path
                 tensors[f"{path}.weight"] = Shard(0)
             elif style == "moe_tp_experts":
                 experts.add(path)
                 tensors |= dict(_of_experts(name, path, module, rules))
+            elif style == _HEADWISE:
+                headwise.add(path)
             elif style not in _NOTHING:
                 raise unsupported(name, f"{path} is to be cut as {style!r}, which is not done", _INSTEAD)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
         for tensor, placement in tensors.items():
             _check_divides(name, tensor, shapes[tensor], placement, ranks)
-        return ShardPlan(ranks, linears, frozenset(gathered), frozenset(experts), embedding, tensors)
+        rule, attribute = _WIDTHS.get(name, ("", ""))
+        widths = tuple((path, attribute) for path, _ in planned_modules(model, {rule: ""}) if attribute)
+        ends = frozenset(gathered), frozenset(experts), embedding
+        return ShardPlan(ranks, linears, *ends, tensors, pieces, frozenset(headwise), widths)
 
 
-def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Paths of modules that the model's own plan names, each with its style. A star in a rule stands for a
-    number."""
+def planned_modules(
+    model: PreTrainedModel, rules: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Paths of modules that rules name, by default the model's own plan, each with its style. A star in a
+    rule stands for a number."""
+    named = (model.tp_plan or {}) if rules is None else rules
     patterns = {
-        re.compile(r"\d+".join(map(re.escape, rule.split("*")))): style
-        for rule, style in (model.tp_plan or {}).items()
+        re.compile(r"\d+".join(map(re.escape, rule.split("*")))): style for rule, style in named.items()
     }
     for path, _ in model.named_modules(remove_duplicate=False):
         for pattern, style in patterns.items():

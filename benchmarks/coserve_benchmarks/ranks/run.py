@@ -1,0 +1,162 @@
+"""`coserve bench ranks`: the whole table."""
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from coserve.config import EngineConfig
+from coserve.core.request import SamplingParams
+from coserve.engine.engine import Engine
+from coserve.executors.executor import ReadMemory
+from coserve.executors.remote import RemoteExecutor
+from coserve.plan.link_trial import measured_link
+from coserve.workload.requests import fixed_prompts
+from coserve_benchmarks.folder import save_shape
+from coserve_benchmarks.groups import begin, run_groups
+from coserve_benchmarks.ours import Bench
+from coserve_benchmarks.ranks.candidates import (
+    RANKS,
+    Sizes,
+    cases_of,
+    measure_candidates,
+    ratios,
+    replicates_all,
+    seconds_of,
+    spearman,
+)
+from coserve_benchmarks.results import Bar
+
+GROUPS: Final = ("memory", "host", "plans")
+BARS: Final[dict[str, Bar | None]] = {
+    "tp.memory_per_rank[4]": Bar(0.30, at_most=True),
+    "tp.host[2]": Bar(1.2, at_most=True),
+    "tp.host[4]": Bar(1.2, at_most=True),
+    "plan.vs_worst": Bar(1.3),
+    "plan.vs_replicate_all": Bar(1.0),
+    "plan.spearman": Bar(0.8),
+}
+_FULL: Final = Sizes(rows=512, width=1024, inner=16, candidates=8, rounds=7)
+_QUICK: Final = Sizes(rows=128, width=256, inner=8, candidates=4, rounds=2)
+_ANSWERS, _PROMPT, _SETTLED = (
+    4,
+    16,
+    3,
+)  # rows of the host's steps, tokens of a prompt, steps until all decode
+_SPREAD: Final = "least and greatest round"
+
+
+def run_ranks(
+    quick: bool = False, only: Collection[str] | None = None, json_path: str | Path | None = None
+) -> dict[str, Any]:
+    """Measures the rows of some groups (all, by default) and returns what `--json` writes. Raises ConfigError
+    for an unknown group."""
+    groups = GROUPS if only is None else tuple(only)
+    bench = begin("tiny", quick, groups, GROUPS, json_path, BARS)
+    with tempfile.TemporaryDirectory(prefix="coserve-bench-ranks-") as name:
+        shape = replace(bench.shape, name="tiny-4", groups=4)  # which four ranks divide
+        folder = save_shape(shape, Path(name))
+        runs: dict[str, Callable[[], object]] = {
+            "memory": lambda: _memory(bench, folder, quick),
+            "host": lambda: _host(bench, folder, quick),
+            "plans": lambda: _plans(bench, quick),
+        }
+        run_groups(bench, groups, runs)
+    found: dict[str, Any] = bench.results.as_dict()
+    return found
+
+
+@contextmanager
+def engine_of(folder: Path, ranks: int) -> Iterator[Engine]:
+    """An engine of so many ranks, or with one in a process of its own."""
+    config = EngineConfig(calibrate=False, cache_tokens=2048, prefix_sharing=False, executor="remote")
+    engine = Engine(folder, replace(config, tensor_parallel=ranks))
+    try:
+        yield engine
+    finally:
+        assert isinstance(engine.executor, RemoteExecutor)
+        engine.executor.close()
+
+
+def _memory(bench: Bench, folder: Path, quick: bool) -> None:
+    """The base's bytes of a rank over those of one rank alone; they are counted, and the same in each run."""
+    held = {}
+    for ranks in (1, 4) if quick else (1, 2, 4):
+        with engine_of(folder, ranks) as engine:
+            held[ranks] = engine.executor.call(ReadMemory()).base
+        bench.results.figure(f"tp.base[{ranks}]", held[ranks], "bytes of the base that a rank holds")
+    bench.results.row(
+        "tp.memory_per_rank[4]", held[4] / held[1], note="of the tiny shape, its norms included"
+    )
+
+
+def _host(bench: Bench, folder: Path, quick: bool) -> None:
+    """Processor seconds of the engine's thread in a decode step, over those with one rank, in alternating
+    rounds: it plans, sends plans to all ranks and reads their results. Collectives are in the ranks."""
+    rounds, steps = (2, 10) if quick else (7, 100)
+    taken: dict[int, list[float]] = {1: [], 2: [], 4: []}
+    with ExitStack() as stack:
+        engines = {ranks: stack.enter_context(engine_of(folder, ranks)) for ranks in taken}
+        for number in range(rounds + 1):
+            for ranks, engine in engines.items():
+                seconds = _step_seconds(engine, bench, steps, number)
+                if number:  # the first round warms up
+                    taken[ranks].append(seconds)
+    for ranks, own in taken.items():
+        spread = 1e6 * min(own), 1e6 * max(own)
+        bench.results.figure(f"tp.host.step[{ranks}]", 1e6 * median(own), "us a step", spread)
+    for ranks in (2, 4):
+        found = [several / one for several, one in zip(taken[ranks], taken[1], strict=True)]
+        note = "processor time of the engine's thread in a decode step, over one rank's in its own process"
+        bench.results.row(f"tp.host[{ranks}]", median(found), (min(found), max(found)), note, _SPREAD)
+
+
+def _step_seconds(engine: Engine, bench: Bench, steps: int, seed: int) -> float:
+    """Processor seconds of this thread in a step, while some answers decode."""
+    sampling = SamplingParams(max_tokens=steps + 2 * _SETTLED, ignore_eos=True)
+    for prompt in fixed_prompts(_ANSWERS, _PROMPT, bench.shape.vocabulary, seed):
+        engine.generate(prompt, None, sampling)
+    for _ in range(_SETTLED):
+        engine.step()
+    gc.collect()
+    began = time.thread_time()
+    for _ in range(steps):
+        engine.step()
+    seconds = time.thread_time() - began
+    engine.run()
+    return seconds / steps
+
+
+def _plans(bench: Bench, quick: bool) -> None:
+    """Candidates between real processes, of each case: the chosen plan beside the dearest and beside all
+    weights whole, and the order of prices beside that of measured seconds. The least of the cases counts."""
+    sizes, results = _QUICK if quick else _FULL, bench.results
+    link = measured_link(RANKS)
+    results.figure("plan.link.latency", 1e6 * link.latency, "us")
+    results.figure("plan.link.rate", link.rate / 1e9, "GB/s")
+    orders, least = [], dict[str, tuple[float, ...]]()
+    for case in cases_of(sizes):
+        found = measure_candidates(case, link, sizes)
+        orders.append(spearman([one.price for one in found], seconds_of(found)))
+        others = {
+            "plan.vs_worst": max(found, key=lambda one: one.price),
+            "plan.vs_replicate_all": next(one for one in found if replicates_all(one.plan)),
+        }
+        for key, rounds in ratios(found, others).items():
+            if key not in least or median(rounds) < median(least[key]):
+                least[key] = rounds
+        results.figure(f"plan.{case.name}.spearman", orders[-1], "of prices and seconds")
+        for number, (one, seconds) in enumerate(zip(found, seconds_of(found), strict=True)):
+            spread = 1e3 * min(one.seconds), 1e3 * max(one.seconds)
+            results.figure(f"plan.{case.name}.seconds[{number}]", 1e3 * seconds, "ms a step", spread)
+            results.figure(f"plan.{case.name}.price[{number}]", 1e3 * one.price, "ms of collectives a pass")
+    for key, rounds in least.items():
+        note = f"seconds over the chosen plan's, {RANKS} processes; the least of three cases"
+        results.row(key, median(rounds), (min(rounds), max(rounds)), note, _SPREAD)
+    note = "of the order of prices and of measured seconds; the least of three cases"
+    results.row("plan.spearman", min(orders), (min(orders), max(orders)), note, "least and greatest of cases")
