@@ -4,9 +4,10 @@ Files, messages and saved states have whole adapters, whatever the number of ran
 come in, and put together where they go out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 from torch import Tensor
 from torch.distributed.tensor import Shard
@@ -24,10 +25,16 @@ from coserve.parallel.states import SUMMANDS, State
 @dataclass(frozen=True, slots=True)
 class MatrixShare:
     """A rank's share of a trained matrix: the part along `dim`, or all of it (None), whose gradient
-    `is_sum` of what ranks find."""
+    `is_sum` of what ranks find, or of which others have nothing (`is_alone`)."""
 
     dim: int | None = None
     is_sum: bool = False
+    is_alone: bool = False
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Tells whether every rank has all of it."""
+        return self.dim is None and not self.is_alone
 
 
 WHOLE = MatrixShare()
@@ -47,10 +54,18 @@ def _share(weight: State | None, gradient: State | None) -> MatrixShare:
 
 
 class AdapterShards:
-    """Cuts adapters for one of `ranks`, and puts them together; `cuts` are those of the linears, by path."""
+    """Cuts adapters for one of `ranks`, and puts them together; `cuts` are those of the linears, by path.
+    `setting` is the engine's that has it so."""
+
+    setting: ClassVar[str] = "tensor_parallel"
+    cuts_linears: ClassVar[bool] = True
 
     def __init__(self, cuts: Mapping[str, Cut], ranks: Ranks) -> None:
         self._cuts, self.ranks = cuts, ranks
+
+    def has(self, path: str) -> bool:
+        """Tells whether the rank has a part of the module at `path`, a site for adapters."""
+        return True
 
     def cut(self, adapter: AdapterVersion) -> AdapterVersion:
         """The rank's part of an adapter. Raises AdapterError for one that cannot be cut."""
@@ -74,6 +89,10 @@ class AdapterShards:
     def whole_moments(self, adapter: AdapterVersion, moments: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The whole state. All ranks call this together."""
         return {name: self._all(t, share) for name, t, share in self._of_moments(adapter, moments)}
+
+    def losses(self, found: Sequence[float]) -> Sequence[float]:
+        """The losses of micro-batches, given those that this rank has found."""
+        return found
 
     def shares(self, adapter: AdapterVersion) -> Mapping[str, MatrixShare]:
         """The share of each trained tensor, by its name in `AdapterVersion.parameters`."""

@@ -52,6 +52,7 @@ from coserve.model.refusal import (
     unsupported,
 )
 from coserve.model.site_hook import SiteHook
+from coserve.model.staged.absent import AbsentLayer
 from coserve.model.together import join_siblings
 
 _log = logging.getLogger(__name__)
@@ -259,7 +260,8 @@ def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[N
 
 
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
-    if base.mixers:  # layers beside them may have no attention: the proof sees one that attends unseen
+    absent = any(isinstance(block.module, AbsentLayer) for block in base.chain)
+    if base.mixers or absent:  # some layers have no attention: the proof sees one that attends unseen
         caches |= {layer: CacheShape(0, 0, 0) for layer in range(base.depth) if layer not in caches}
     lacking = base.depth - len(caches)
     if lacking > 0:

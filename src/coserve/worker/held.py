@@ -139,7 +139,7 @@ class HeldState:
             self._expect_alone(f"job {command.job} with keep={command.config.keep}")
         try:
             start = replace(self._first(command), name=command.adapter, version=command.version)
-            if any(bypass.dropout for _, bypass in start.placed()):
+            if shards.cuts_linears and any(bypass.dropout for _, bypass in start.placed()):
                 self._expect_alone(f"dropout in job {command.job}")
             session = TrainingSession(
                 self.base,
@@ -175,7 +175,7 @@ class HeldState:
     def _expect_alone(self, what: str) -> None:
         """Raises NotOffered for what several ranks do not do."""
         if self.base.shards.ranks.count > 1:
-            raise NotOffered(f"{what}: not offered with engine.tensor_parallel")
+            raise NotOffered(f"{what}: not offered with engine.{self.base.shards.setting}")
 
     def _first(self, command: OpenSession) -> AdapterVersion:
         if command.resume is not None:
