@@ -6,7 +6,7 @@ own layers, and the whole is their product.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,11 @@ class _Stage:
             raise UnsupportedModel(f"its {len(layers)} layers cannot be cut into {count} stages")
         own = stage_spans(len(layers), count)[number]
         self._span = range(own.first, own.last)
-        self._modules, self._parameters = Modules.of(model), model.num_parameters()
+        modules = Modules.of(model)
+        is_tied = f"{modules.head}.weight" in model.all_tied_weights_keys  # which transformers does later
+        self._modules, self._parameters = replace(modules, tied=is_tied), model.num_parameters()
+        if is_tied and not modules.tied:
+            self._parameters -= model.get_input_embeddings().weight.numel()
         for index, (path, layer) in enumerate(layers.items()):
             if index not in self._span:
                 put(model, path, AbsentLayer(layer))
@@ -79,8 +83,7 @@ class _Stage:
                 put(model, path, AbsentHead(module))
             # The last stage reads the embedding where that is its head.
             elif type(module) is nn.Embedding and number and not path.startswith(inside):
-                is_tied = self._modules.tied and module is model.get_input_embeddings()
-                if not (is_last and is_tied):
+                if not (is_last and is_tied and module is model.get_input_embeddings()):
                     put(model, path, AbsentEmbedding(module))
         if not is_last:
             model.all_tied_weights_keys = {}  # of the two the embedding alone is here
