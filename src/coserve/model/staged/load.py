@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coserve.adapters.bypass import Dense
-from coserve.adapters.sites import Modules, Weights, decoder_layers
+from coserve.adapters.sites import FrozenParameters, Modules, Weights, decoder_layers
 from coserve.adapters.staged import StageShards
 from coserve.errors import CoserveError, NotOffered, UnsupportedModel
 from coserve.model.base import Base
@@ -136,12 +136,12 @@ class _Fault:
     error: CoserveError
 
 
-class StageParameters(HeldParameters):
+class StageParameters(FrozenParameters):
     """Parameters of all stages: the one that has a module reads it for all. All stages ask for the same ones in
     the same order."""
 
     def __init__(self, model: PreTrainedModel, base: Base, ranks: Ranks) -> None:
-        super().__init__(model, base.chain, base.device)
+        self._held = HeldParameters(model, base.chain, base.device)
         self._base, self._ranks = base, ranks
 
     def weights(self, path: str) -> Weights:
@@ -151,19 +151,19 @@ class StageParameters(HeldParameters):
         )
 
     def bias(self, path: str) -> Tensor | None:
-        found: Tensor | None = self._everywhere(path, super().bias)
+        found: Tensor | None = self._everywhere(path, self._held.bias)
         return found
 
     def dense(self, path: str) -> Dense:
-        def read(path: str) -> tuple[Tensor, Tensor | None]:
-            found = HeldParameters.dense(self, path)
-            return found.weight, found.bias
-
-        return Dense(*self._everywhere(path, read))
+        found: Dense = self._everywhere(path, self._held.dense)
+        return found
 
     def gain(self, path: str) -> Tensor:
-        found: Tensor = self._everywhere(path, super().gain)
+        found: Tensor = self._everywhere(path, self._held.gain)
         return found
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        raise NotOffered("a prompt of words: not offered with engine.pipeline_parallel")
 
     def _everywhere(self, path: str, read: Callable[[str], Any]) -> Any:
         """What one stage reads, which has the module at `path`."""
