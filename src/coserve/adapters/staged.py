@@ -10,7 +10,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.sharded import AdapterShards, MatrixShare
 from coserve.adapters.sites import EMBEDDED, Site
 from coserve.errors import AdapterError
-from coserve.parallel.ranks import Ranks
+from coserve.parallel.ranks import ALONE, Rank, Ranks
 
 _OWN: Final = MatrixShare(is_alone=True)
 
@@ -34,14 +34,16 @@ class StageShards(AdapterShards):
     setting = "pipeline_parallel"
     cuts_linears = False
 
-    def __init__(self, ranks: Ranks, sites: Mapping[str, Site], span: range, depth: int) -> None:
-        super().__init__({}, ranks)
+    def __init__(self, stage: Rank | Ranks, sites: Mapping[str, Site], span: range, depth: int) -> None:
+        """A `Rank` can cut, and cannot put together."""
+        super().__init__({}, stage if isinstance(stage, Ranks) else ALONE)
+        self._is_first = not stage.number
         self._sites, self._span, self._depth = sites, span, depth
 
     def has(self, path: str) -> bool:
         """Tells whether the module at `path`, a site for adapters, is in this stage."""
         stage = self._sites[path].stage
-        return min(max(stage, 0), self._depth - 1) in self._span if stage != EMBEDDED else not self.ranks.number
+        return min(max(stage, 0), self._depth - 1) in self._span if stage != EMBEDDED else self._is_first
 
     def cut(self, adapter: AdapterVersion) -> AdapterVersion:
         """See `AdapterShards`."""

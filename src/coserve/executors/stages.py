@@ -8,11 +8,12 @@ from coserve.executors.executor import DeviceMemory, ExecutorSpec
 
 
 def spec_of_stages(specs: Sequence[ExecutorSpec]) -> ExecutorSpec:
-    """The facts of the first stage, with the bytes of the fullest one."""
+    """The facts of the first stage, with the bytes of the fullest one. Each stage can be at a plan of its
+    own."""
     largest = {
         name: max(getattr(spec, name) for spec in specs) for name in ("cache_nbytes", "grown", "host_room")
     }
-    return replace(specs[0], **largest)
+    return replace(specs[0], **largest, plans=len(specs), plan_rate=float(len(specs)))
 
 
 def result_of_stages(results: Sequence[BaseResult]) -> BaseResult:

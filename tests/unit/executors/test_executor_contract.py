@@ -80,8 +80,9 @@ OPENS: dict[str, Callable[..., Opened]] = {
     "deterministic": open_deterministic,
     "remote": open_remote,
     "ranks": lambda model, config: open_remote(model, replace(config, tensor_parallel=2)),
+    "stages": lambda model, config: open_remote(model, replace(config, pipeline_parallel=2)),
 }
-ELSEWHERE = "remote", "ranks"
+ELSEWHERE = "remote", "ranks", "stages"
 IDENTITY = Identity("digest", 0, 1, 1)
 PAUSES: WeakKeyDictionary[Executor, int] = WeakKeyDictionary()  # of each executor; ids are used again
 KEYS, PAGES = itertools.count(1), itertools.count()

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from coserve.adapters.bypass import Dense
 from coserve.adapters.sites import FrozenParameters, Modules, Weights, decoder_layers
 from coserve.adapters.staged import StageShards
+from coserve.core.sequence import stage_spans
 from coserve.errors import CoserveError, NotOffered, UnsupportedModel
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell
@@ -28,8 +29,7 @@ from coserve.model.placing import leave_file, put
 from coserve.model.refusal import refusing
 from coserve.model.staged.absent import AbsentEmbedding, AbsentHead, AbsentLayer
 from coserve.model.staged.chain import StageChain
-from coserve.core.sequence import stage_spans
-from coserve.parallel.ranks import Ranks
+from coserve.parallel.ranks import Rank, Ranks
 
 
 def load_staged(
@@ -44,41 +44,42 @@ def load_staged(
     Raises the errors of `load_base`, and UnsupportedModel for a model that cannot be cut into so many
     stages."""
     where, contents = usable_device(device), ModelContents(model)
-    stage = _Stage(ranks, where)
+    stage = StageCut(ranks)
     with refusing(repr(str(model)), "cannot be loaded"):
         loaded = load_model(model, dtype, stage.take_out)
     with refusing(loaded.config.model_type, "cannot be cut into stages"):
-        return stage.base_of(loaded, contents, prove)
+        return _Loading(stage, ranks, where).base_of(loaded, contents, prove)
 
 
-class _Stage:
-    """The cut of one model."""
+class StageCut:
+    """The cut of one model: what one of several stages has of it."""
 
-    def __init__(self, ranks: Ranks, where: torch.device) -> None:
-        self._ranks, self._where, self._cell = ranks, where, BatchCell()
-        self._modules: Modules
-        self._span = range(0)
-        self._parameters = 0
+    def __init__(self, stage: Rank | Ranks) -> None:
+        self._number, self._count = stage.number, stage.count
+        self.modules: Modules  # of the whole
+        self.span = range(0)
+        self.parameters = 0  # of the whole
 
-    def take_out(self, model: PreTrainedModel) -> None:
-        """Takes out what other stages have of a model on the meta device."""
-        layers, number, count = decoder_layers(model), self._ranks.number, self._ranks.count
+    def take_out(self, model: PreTrainedModel) -> range:
+        """Takes out what other stages have of a model whose parameters may be on the meta device; returns
+        the layers that stay. Raises UnsupportedModel."""
+        layers, number, count = decoder_layers(model), self._number, self._count
         if len(layers) < count:
             raise UnsupportedModel(f"its {len(layers)} layers cannot be cut into {count} stages")
         own = stage_spans(len(layers), count)[number]
-        self._span = range(own.first, own.last)
+        self.span = range(own.first, own.last)
         modules = Modules.of(model)
         is_tied = f"{modules.head}.weight" in model.all_tied_weights_keys  # which transformers does later
-        self._modules, self._parameters = replace(modules, tied=is_tied), model.num_parameters()
+        self.modules, self.parameters = replace(modules, tied=is_tied), model.num_parameters()
         if is_tied and not modules.tied:
-            self._parameters -= model.get_input_embeddings().weight.numel()
+            self.parameters -= model.get_input_embeddings().weight.numel()
         for index, (path, layer) in enumerate(layers.items()):
-            if index not in self._span:
+            if index not in self.span:
                 put(model, path, AbsentLayer(layer))
         is_last = number == count - 1
         inside = tuple(f"{path}." for path in layers)
         for path, module in list(model.named_modules()):
-            is_head = path == self._modules.head
+            is_head = path == modules.head
             if is_head and not is_last:
                 put(model, path, AbsentHead(module))
             # The last stage reads the embedding where that is its head.
@@ -87,6 +88,14 @@ class _Stage:
                     put(model, path, AbsentEmbedding(module))
         if not is_last:
             model.all_tied_weights_keys = {}  # of the two the embedding alone is here
+        return self.span
+
+
+class _Loading:
+    """One stage's model, which is loaded."""
+
+    def __init__(self, cut: StageCut, ranks: Ranks, where: torch.device) -> None:
+        self._cut, self._ranks, self._where, self._cell = cut, ranks, where, BatchCell()
 
     def base_of(
         self, model: PreTrainedModel, contents: ModelContents, prove: Callable[[Base], None]
@@ -106,13 +115,13 @@ class _Stage:
         told = self._ranks.each((list(base.sites.items()), fault))
         if fault := next((own for _, own in told if own), ""):
             raise UnsupportedModel(fault)
-        order = {path: place for place, path in enumerate(self._modules.paths)}
+        order = {path: place for place, path in enumerate(self._cut.modules.paths)}
         sites = {path: site for own, _ in told for path, site in own}
         base.sites = dict(sorted(sites.items(), key=lambda item: order[item[0]]))
-        base.modules, base.parameters = self._modules, self._parameters
-        base.shards = StageShards(self._ranks, base.sites, self._span, base.depth)
+        base.modules, base.parameters = self._cut.modules, self._cut.parameters
+        base.shards = StageShards(self._ranks, base.sites, self._cut.span, base.depth)
         base.frozen = StageParameters(model, base, self._ranks)
-        base.chain = StageChain(base.chain, self._cell, self._span, self._ranks)
+        base.chain = StageChain(base.chain, self._cell, self._cut.span, self._ranks)
         return base
 
     def _proved(self, base: Base, prove: Callable[[Base], None]) -> tuple[Base, str]:
