@@ -63,6 +63,9 @@ class AdapterShards:
     def __init__(self, cuts: Mapping[str, Cut], ranks: Ranks) -> None:
         self._cuts, self.ranks = cuts, ranks
 
+    def expect(self, methods: Sequence[str]) -> None:
+        """Raises AdapterError for methods of which ranks cannot make a fresh adapter."""
+
     def has(self, path: str) -> bool:
         """Tells whether the rank has a part of the module at `path`, a site for adapters."""
         return True

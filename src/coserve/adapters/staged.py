@@ -12,6 +12,8 @@ from coserve.adapters.sites import EMBEDDED, Site
 from coserve.errors import AdapterError
 from coserve.parallel.ranks import ALONE, Rank, Ranks
 
+_VIRTUAL: Final = ("prefix_tuning", "prompt_tuning", "p_tuning")
+_NOT_OFFERED: Final = "they are not offered with engine.pipeline_parallel"
 _OWN: Final = MatrixShare(is_alone=True)
 
 
@@ -28,8 +30,8 @@ class StagePart(AdapterVersion):
 
 
 class StageShards(AdapterShards):
-    """Cuts adapters for a stage that has the layers `span` of `depth`, and puts them together. The first stage
-    has what is before the layers too, the last one what comes after them."""
+    """Cuts adapters for a stage that has the layers `span` of `depth`, and puts them together. The first
+    stage has what is before the layers too, the last one what comes after them."""
 
     setting = "pipeline_parallel"
     cuts_linears = False
@@ -40,6 +42,11 @@ class StageShards(AdapterShards):
         self._is_first = not stage.number
         self._sites, self._span, self._depth = sites, span, depth
 
+    def expect(self, methods: Sequence[str]) -> None:
+        """See `AdapterShards`."""
+        if virtual := next((name for name in methods if name in _VIRTUAL), ""):
+            raise AdapterError(f"{virtual} has virtual tokens: {_NOT_OFFERED}")
+
     def has(self, path: str) -> bool:
         """Tells whether the module at `path`, a site for adapters, is in this stage."""
         stage = self._sites[path].stage
@@ -49,12 +56,12 @@ class StageShards(AdapterShards):
         """See `AdapterShards`."""
         if adapter.virtual.count or any(bypass.shared for _, bypass in adapter.placed()):
             what = "virtual tokens" if adapter.virtual.count else "parameters that its layers share"
-            raise AdapterError(
-                f"adapter {adapter.name!r} has {what}: they are not offered with engine.pipeline_parallel"
-            )
+            raise AdapterError(f"adapter {adapter.name!r} has {what}: {_NOT_OFFERED}")
         outline = adapter.with_parameters({n: t.to("meta") for n, t in adapter.parameters().items()})
         parts = tuple(
-            replace(part, bypasses={place: own for place, own in part.bypasses.items() if self.has(place.path)})
+            replace(
+                part, bypasses={place: own for place, own in part.bypasses.items() if self.has(place.path)}
+            )
             for part in adapter.parts
         )
         return StagePart(adapter.name, adapter.version, parts, outline)

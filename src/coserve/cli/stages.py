@@ -16,7 +16,7 @@ def show_stages(
     subject: "Subject", parts: Sequence[Mapping[str, Any]], stages: int, cache_tokens: int, as_json: bool
 ) -> None:
     """Prints the bytes of each stage. Raises AdapterError or UnsupportedModel."""
-    from coserve.plan.stages import plan_stages
+    from coserve.plan.pipeline import plan_stages
 
     found = plan_stages(subject, parts, stages, cache_tokens)
     if as_json:

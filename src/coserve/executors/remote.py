@@ -161,7 +161,9 @@ class RemoteExecutor(WorkerTransport):
             self.close()
             raise error_named(*fault)
         assert opened[0].spec is not None, "what is opened has a spec"
-        return spec_of_stages([one.spec for one in opened if one.spec]) if self._is_pipeline else opened[0].spec
+        return (
+            spec_of_stages([one.spec for one in opened if one.spec]) if self._is_pipeline else opened[0].spec
+        )
 
     def _send(self, message: bytes) -> None:
         with self._together():
@@ -237,8 +239,8 @@ class RemoteExecutor(WorkerTransport):
             raise EngineLost(f"{hanging[0].name} hangs: the others have waited {_SILENCE:g} s for it")
 
     def _signs(self, workers: Sequence[WorkerProcess]) -> bool:
-        """Tells whether a heartbeat of each of these has come since the last time that one of each had. One of
-        any stage is enough: the others may wait for it."""
+        """Tells whether a heartbeat of each of these has come since the last time that one of each had. One
+        of any stage is enough: the others may wait for it."""
         self._beating |= {worker for worker in workers if worker.signs()}
         if is_alive := bool(self._beating) if self._is_pipeline else self._beating.issuperset(workers):
             self._beating.clear()

@@ -1,57 +1,88 @@
-"""The bytes of each stage of a pipeline, for a model that is not loaded."""
+"""Programs and their stages, by which a program's memory is split.
 
-from collections.abc import Mapping, Sequence
+These are the measurements of the multi-LoRA report (4.2.2): weights, a pass without gradients, a forward and
+a backward pass with gradients; and an optimizer step after these.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Protocol
 
-from coserve.adapters.settings import settings_of
-from coserve.adapters.staged import StageShards
-from coserve.memory.fake_tensors import fake_tensors
-from coserve.model.load import load_base
-from coserve.model.staged.load import StageCut
-from coserve.parallel.ranks import Rank
-from coserve.plan.subject import Subject
-from coserve.train.fresh import sketch_adapter
+from coserve.plan.recipes import Fields
 
-_COPIES = 4  # in float32: weights, gradients and AdamW's two moments
+
+class Stage(StrEnum):
+    """Stages of a program, in order. STEP is reached after two optimizer steps, as the first one allocates
+    the moments."""
+
+    LOADED = "loaded"
+    INFERENCE = "inference"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+class System(StrEnum):
+    """System that runs a program: plain torch (transformers' model under autograd), or coserve's engine."""
+
+    TORCH = "torch"
+    COSERVE = "coserve"
+
+
+class PlainLoss(StrEnum):
+    """Scalar whose gradient plain torch computes: the model's own loss of labels, or the sum of all logits,
+    as in the report."""
+
+    LABELS = "labels"
+    SUM = "sum"
 
 
 @dataclass(frozen=True, slots=True)
-class StageBytes:
-    """Of one stage the layers [first, last), and bytes: of weights, of pages, and of an adapter in training
-    with its optimizer state."""
+class ProgramSize:
+    """Size of a program: `batch` sequences of `length` tokens; the cache holds keys and values of
+    `cache_tokens`."""
 
-    stage: int
-    first: int
-    last: int
-    weights: int
-    pages: int
-    adapter: int
+    batch: int = 4
+    length: int = 512
+    cache_tokens: int = 32768
+    loss: PlainLoss = PlainLoss.LABELS
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.length
 
 
-def plan_stages(
-    subject: Subject, parts: Sequence[Mapping[str, Any]], stages: int, cache_tokens: int
-) -> list[StageBytes]:
-    """The bytes of a model's stages, with keys and values of so many tokens, and an adapter in the form of a
-    request. Raises UnsupportedModel for a model that cannot be cut so, and AdapterError."""
-    found = []
-    with fake_tensors():
-        base = load_base(subject.build())
-        adapter = sketch_adapter(base, "plan", settings_of(parts), 0)
-        for number in range(stages):
-            model, rank = subject.build(), Rank(number, stages, "")
-            span = StageCut(rank).take_out(model)
-            own = StageShards(rank, base.sites, span, base.depth).cut(adapter)
-            caches = [base.caches[layer] for layer in span]
-            numbers = sum(cache.groups * (cache.key + cache.value) for cache in caches)
-            found.append(
-                StageBytes(
-                    number,
-                    span.start,
-                    span.stop,
-                    sum(one.nbytes for one in model.parameters()),
-                    numbers * cache_tokens * subject.dtype.itemsize,
-                    sum(one.numel() * (4 * _COPIES + base.dtype.itemsize) for one in own.parameters().values()),
-                )
-            )
-    return found
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Program whose memory is planned: inference, or training (`trains`) of an adapter of these `parts`,
+    without parts of all weights. `keep` is coserve's save policy."""
+
+    name: str
+    system: System
+    load: ProgramSize
+    trains: bool
+    parts: Sequence[Fields] = ()
+    keep: str | int = "inputs"
+
+
+Peaks = Mapping[Stage, int]  # the most bytes in use until a stage was reached; weights alone at LOADED
+
+
+def nobody(_layer: int) -> None:
+    """The `on_layer` of a run that nobody watches."""
+
+
+class Run(Protocol):
+    """A program on a device, or on tensors without data. `cache` are the bytes of keys and values that it
+    holds, `optimizer` those of AdamW's moments and, in the engine, of an adapter's versions, master weights
+    and gradients. Both are those at the stage reached. `on_layer` is called with the number of each decoder
+    layer that is reached, forward or back."""
+
+    cache: int
+    optimizer: int
+    on_layer: Callable[[int], object]
+
+    def go(self) -> Iterator[Stage]:
+        """Runs the program and yields each stage when reached."""
+        ...

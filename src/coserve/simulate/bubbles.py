@@ -17,8 +17,8 @@ _ALMOST_NONE: Final = 1e-3  # requests a second
 
 @dataclass(frozen=True, slots=True)
 class Bubbles:
-    """Training of one pipeline, tokens a second: `beside` answers, and `alone`; and the share of these answers
-    that is `within` its bounds."""
+    """Training of one pipeline, tokens a second: `beside` answers, and `alone`; and the share of these
+    answers that is `within` its bounds."""
 
     beside: float
     alone: float

@@ -89,7 +89,9 @@ class MasterWeights:
     def lowest(self) -> int:
         """The lowest stage of the base where something trains, on any rank; the base's depth without any."""
         sites = self._base.sites
-        return min((sites[place.path].stage for place, _ in self.current.whole.placed()), default=self._base.depth)
+        return min(
+            (sites[place.path].stage for place, _ in self.current.whole.placed()), default=self._base.depth
+        )
 
     def losses(self, found: Sequence[float]) -> Sequence[float]:
         """Losses of the jobs of this base, given those that this rank has found."""

@@ -183,6 +183,7 @@ class HeldState:
         if command.start is not None:
             return command.start
         assert command.fresh is not None, "a session starts from something"
+        self.base.shards.expect([str(method["type"]) for method in command.fresh.methods])
         methods = settings_of(command.fresh.methods)
         return fresh_adapter(self.base, command.adapter, methods, command.fresh.seed)
 

@@ -612,7 +612,7 @@ def test_limits_and_grammars_are_taken(opened: Opened) -> None:
     assert opened.executor.spec.sequences == CONFIG.max_running
 
 
-@pytest.mark.parametrize("name", [name for name in OPENS if name != "ranks"])
+@pytest.mark.parametrize("name", [name for name in OPENS if name not in ELSEWHERE[1:]])
 def test_how_the_base_is_streamed_is_told(name: str, patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = save(tiny(MODEL), tmp_path)
     whole = load_base(folder).nbytes

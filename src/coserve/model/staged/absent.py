@@ -38,7 +38,8 @@ class _AbsentEnd(nn.Module):
 
 
 class AbsentEmbedding(_AbsentEnd):
-    """An embedding of the first stage: numbers that depend on the token, which nobody reads but the proofs."""
+    """An embedding of the first stage: it gives numbers that depend on the token, which the proofs alone
+    read."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         columns = torch.arange(1, self.shape[1] + 1, device=tokens.device)

@@ -57,12 +57,12 @@ class StageCut:
     def __init__(self, stage: Rank | Ranks) -> None:
         self._number, self._count = stage.number, stage.count
         self.modules: Modules  # of the whole
-        self.span = range(0)
+        self.span = range(0)  # of the layers that stay
         self.parameters = 0  # of the whole
 
-    def take_out(self, model: PreTrainedModel) -> range:
-        """Takes out what other stages have of a model whose parameters may be on the meta device; returns
-        the layers that stay. Raises UnsupportedModel."""
+    def take_out(self, model: PreTrainedModel) -> None:
+        """Takes out what other stages have of a model, whose parameters may be on the meta device. Raises
+        UnsupportedModel."""
         layers, number, count = decoder_layers(model), self._number, self._count
         if len(layers) < count:
             raise UnsupportedModel(f"its {len(layers)} layers cannot be cut into {count} stages")
@@ -83,12 +83,15 @@ class StageCut:
             if is_head and not is_last:
                 put(model, path, AbsentHead(module))
             # The last stage reads the embedding where that is its head.
-            elif type(module) is nn.Embedding and number and not path.startswith(inside):
-                if not (is_last and is_tied and module is model.get_input_embeddings()):
-                    put(model, path, AbsentEmbedding(module))
+            elif (
+                number
+                and type(module) is nn.Embedding
+                and not path.startswith(inside)
+                and not (is_last and is_tied and module is model.get_input_embeddings())
+            ):
+                put(model, path, AbsentEmbedding(module))
         if not is_last:
             model.all_tied_weights_keys = {}  # of the two the embedding alone is here
-        return self.span
 
 
 class _Loading:
@@ -97,9 +100,7 @@ class _Loading:
     def __init__(self, cut: StageCut, ranks: Ranks, where: torch.device) -> None:
         self._cut, self._ranks, self._where, self._cell = cut, ranks, where, BatchCell()
 
-    def base_of(
-        self, model: PreTrainedModel, contents: ModelContents, prove: Callable[[Base], None]
-    ) -> Base:
+    def base_of(self, model: PreTrainedModel, contents: ModelContents, prove: Callable[[Base], None]) -> Base:
         """The base of a model whose part is loaded."""
         layers = adopt(model)
         found = contents.of(model.state_dict())
@@ -146,8 +147,8 @@ class _Fault:
 
 
 class StageParameters(FrozenParameters):
-    """Parameters of all stages: the one that has a module reads it for all. All stages ask for the same ones in
-    the same order."""
+    """Parameters of all stages: the one that has a module reads it for all. All stages ask for the same ones
+    in the same order."""
 
     def __init__(self, model: PreTrainedModel, base: Base, ranks: Ranks) -> None:
         self._held = HeldParameters(model, base.chain, base.device)
