@@ -19,7 +19,7 @@ _OWN: Final = MatrixShare(is_alone=True)
 
 @dataclass(frozen=True, eq=False)
 class StagePart(AdapterVersion):
-    """What one stage has of an adapter; `outline` is the whole of it, as shapes alone."""
+    """The part of an adapter that one stage has; `outline` is the whole of it, as shapes alone."""
 
     outline: AdapterVersion
 

@@ -1,4 +1,4 @@
-"""`coserve plan --pipeline-parallel`: what each stage of a pipeline holds."""
+"""`coserve plan --pipeline-parallel`: the bytes that each stage of a pipeline holds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

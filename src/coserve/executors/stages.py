@@ -1,4 +1,4 @@
-"""What the stages of a pipeline tell, put together as one executor's."""
+"""Answers of the stages of a pipeline, put together as one executor's."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How much training the bubbles of a pipeline bear: seconds in which a stage has no rows of answers."""
+"""Training in the bubbles of a pipeline: seconds in which a stage has no rows of answers."""
 
 from dataclasses import dataclass, replace
 from typing import Final
@@ -36,7 +36,8 @@ def fleet_of_stages(stages: int = 2) -> FleetSettings:
 
 
 def measure_bubbles(fleet: FleetSettings, load: SimulatedLoad = LOAD, seed: int = 0) -> Bubbles:
-    """What one pipeline trains under a load and without it, in modelled seconds. Raises ConfigError."""
+    """Measures the training of one pipeline under a load and without it, in modelled seconds. Raises
+    ConfigError."""
     beside, alone = _figures(fleet, load, seed), _figures(fleet, replace(load, rate=_ALMOST_NONE), seed)
     return Bubbles(beside.training, alone.training, beside.within)
 

@@ -21,7 +21,7 @@ from coserve.worker.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
-class _Awaited:
+class _TokensAwaited:
     """Tokens of the sequences `keys` at `rows` of the table, on their way from the last stage."""
 
     keys: Sequence[int]
@@ -36,7 +36,7 @@ class StageSampler(Sampler):
         super().__init__(*args)
         self._ranks = self.base.shards.ranks
         self._is_last = self.base.chain.has_tail
-        self._awaited = deque[_Awaited]()
+        self._awaited = deque[_TokensAwaited]()
         self._arriving: Arriving | None = None  # of the pass drawn last
 
     def settle(self, keys: Iterable[int]) -> None:
@@ -67,7 +67,7 @@ class StageSampler(Sampler):
         """See `Sampler`."""
         drawn = super().draw(batch)
         if drawn.keys and self._arriving is not None:
-            self._awaited.append(_Awaited(drawn.keys, drawn.rows, self._arriving))
+            self._awaited.append(_TokensAwaited(drawn.keys, drawn.rows, self._arriving))
             self._arriving = None
         return drawn
 

@@ -1,4 +1,4 @@
-"""What stands in a stage for modules that other stages have.
+"""Modules that stand in a stage for those that other stages have.
 
 The model's own code runs with these in place, and so do the proofs of a base: they show that the stage's own
 layers are driven as the model drives them.

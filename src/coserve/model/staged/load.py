@@ -48,7 +48,7 @@ def load_staged(
     with refusing(repr(str(model)), "cannot be loaded"):
         loaded = load_model(model, dtype, stage.take_out)
     with refusing(loaded.config.model_type, "cannot be cut into stages"):
-        return _Loading(stage, ranks, where).base_of(loaded, contents, prove)
+        return _LoadedStage(stage, ranks, where).base_of(loaded, contents, prove)
 
 
 class StageCut:
@@ -94,7 +94,7 @@ class StageCut:
             model.all_tied_weights_keys = {}  # of the two the embedding alone is here
 
 
-class _Loading:
+class _LoadedStage:
     """One stage's model, which is loaded."""
 
     def __init__(self, cut: StageCut, ranks: Ranks, where: torch.device) -> None:
@@ -176,7 +176,7 @@ class StageParameters(FrozenParameters):
         raise NotOffered("a prompt of words: not offered with engine.pipeline_parallel")
 
     def _everywhere(self, path: str, read: Callable[[str], Any]) -> Any:
-        """What one stage reads, which has the module at `path`."""
+        """The value that the stage reads which has the module at `path`, for all stages."""
         value: Any = None
         if self._base.shards.has(path):
             try:
