@@ -10,7 +10,7 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.sharded import AdapterShards, MatrixShare
 from coserve.adapters.sites import EMBEDDED, Site
 from coserve.errors import AdapterError
-from coserve.parallel.ranks import ALONE, Rank, Ranks
+from coserve.parallel.ranks import Ranks
 
 _VIRTUAL: Final = ("prefix_tuning", "prompt_tuning", "p_tuning")
 _NOT_OFFERED: Final = "they are not offered with engine.pipeline_parallel"
@@ -36,10 +36,8 @@ class StageShards(AdapterShards):
     setting = "pipeline_parallel"
     cuts_linears = False
 
-    def __init__(self, stage: Rank | Ranks, sites: Mapping[str, Site], span: range, depth: int) -> None:
-        """A `Rank` can cut, and cannot put together."""
-        super().__init__({}, stage if isinstance(stage, Ranks) else ALONE)
-        self._is_first = not stage.number
+    def __init__(self, ranks: Ranks, sites: Mapping[str, Site], span: range, depth: int) -> None:
+        super().__init__({}, ranks)
         self._sites, self._span, self._depth = sites, span, depth
 
     def expect(self, methods: Sequence[str]) -> None:
@@ -50,7 +48,9 @@ class StageShards(AdapterShards):
     def has(self, path: str) -> bool:
         """Tells whether the module at `path`, a site for adapters, is in this stage."""
         stage = self._sites[path].stage
-        return min(max(stage, 0), self._depth - 1) in self._span if stage != EMBEDDED else self._is_first
+        return (
+            min(max(stage, 0), self._depth - 1) in self._span if stage != EMBEDDED else not self.ranks.number
+        )
 
     def cut(self, adapter: AdapterVersion) -> AdapterVersion:
         """See `AdapterShards`."""

@@ -9,7 +9,7 @@ from coserve.adapters.staged import StageShards
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.load import load_base
 from coserve.model.staged.load import StageCut
-from coserve.parallel.ranks import Rank
+from coserve.parallel.ranks import Ranks
 from coserve.plan.subject import Subject
 from coserve.train.fresh import sketch_adapter
 
@@ -39,7 +39,8 @@ def plan_stages(
         base = load_base(subject.build())
         adapter = sketch_adapter(base, "plan", settings_of(parts), 0)
         for number in range(stages):
-            model, rank = subject.build(), Rank(number, stages, "")
+            model, rank = subject.build(), Ranks()
+            rank.number, rank.count = number, stages  # alone, without the others
             (cut := StageCut(rank)).take_out(model)
             span = cut.span
             own = StageShards(rank, base.sites, span, base.depth).cut(adapter)

@@ -29,7 +29,7 @@ from coserve.model.placing import leave_file, put
 from coserve.model.refusal import refusing
 from coserve.model.staged.absent import AbsentEmbedding, AbsentHead, AbsentLayer
 from coserve.model.staged.chain import StageChain
-from coserve.parallel.ranks import Rank, Ranks
+from coserve.parallel.ranks import Ranks
 
 
 def load_staged(
@@ -54,8 +54,8 @@ def load_staged(
 class StageCut:
     """The cut of one model: what one of several stages has of it."""
 
-    def __init__(self, stage: Rank | Ranks) -> None:
-        self._number, self._count = stage.number, stage.count
+    def __init__(self, ranks: Ranks) -> None:
+        self._number, self._count = ranks.number, ranks.count
         self.modules: Modules  # of the whole
         self.span = range(0)  # of the layers that stay
         self.parameters = 0  # of the whole
