@@ -112,6 +112,12 @@ class EngineConfig:
         Range(1, MOST_RANKS),
         Flag("Ranks that compute the base together, each with a part of it: GPUs, or processes.", "N"),
     ] = 1
+    # Each in a process of its own, as ranks are.
+    pipeline_parallel: Annotated[
+        int,
+        Range(1, MOST_RANKS),
+        Flag("Stages of a pipeline, each with some of the base's layers: GPUs, or processes.", "N"),
+    ] = 1
     deterministic: Annotated[bool, Flag("Bitwise the same results, whatever else runs; slower.")] = False
     allow_special_tokens: Annotated[
         bool, Flag("Control tokens spelled in prompts, messages and training data are such, not text.")
@@ -190,16 +196,23 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         """Raises ConfigError for settings that do not go with several ranks."""
-        if self.tensor_parallel == 1:
+        if self.ranks == 1:
             return
+        setting = "tensor_parallel" if self.pipeline_parallel == 1 else "pipeline_parallel"
         refused = {
+            "tensor_parallel": (self.tensor_parallel > 1 < self.pipeline_parallel, "a stage is not cut"),
             "base": (bool(self.base), "its linears are computed elsewhere already"),
             "base_memory": (self.base_memory != "auto", "a base that is cut is not streamed"),
             "offload": (self.offload, "optimizer state that is cut stays beside its weights"),
         }
         for name, (is_set, reason) in refused.items():
             if is_set:
-                raise ConfigError(f"engine.{name} does not go with engine.tensor_parallel: {reason}")
+                raise ConfigError(f"engine.{name} does not go with engine.{setting}: {reason}")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute the base together."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def scheduler_settings(self) -> dict[str, Any]:
@@ -212,7 +225,7 @@ class EngineConfig:
     def plans_ahead(self) -> bool:
         """Tells whether the next step is planned while one runs. On the device's own processor that gains
         nothing: planning takes the time of computing."""
-        is_elsewhere = self.executor == "remote" or self.tensor_parallel > 1
+        is_elsewhere = self.executor == "remote" or self.ranks > 1
         return is_elsewhere if self.async_scheduling is None else self.async_scheduling
 
     @property
@@ -221,7 +234,7 @@ class EngineConfig:
         own when it comes back. Raises ConfigError."""
         try:
             nbytes = read_size(str(self.swap_space))
-            return nbytes if self.tensor_parallel == 1 else 0
+            return nbytes if self.ranks == 1 else 0
         except ConfigError as error:
             raise ConfigError(f"engine.swap_space: {error}") from error
 

@@ -23,6 +23,11 @@ class AdapterVersion:
     def key(self) -> str:
         return f"{self.name}@{self.version}"
 
+    @property
+    def whole(self) -> "AdapterVersion":
+        """Itself; of what one stage of a pipeline has (`staged.StagePart`) all of it, as shapes alone."""
+        return self
+
     @cached_property
     def bypasses(self) -> Bypasses:
         """Bypasses by place, of all parts together."""

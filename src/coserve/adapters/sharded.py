@@ -4,9 +4,10 @@ Files, messages and saved states have whole adapters, whatever the number of ran
 come in, and put together where they go out.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -30,12 +31,21 @@ _Prefix = (PlainPrefix, ProjectedPrefix)
 class AdapterShards:
     """Cuts adapters for one of `ranks`, and puts them together. `cuts` are those of the linears, by path;
     `pieces` of outputs are cut each for itself where there are several; norms at `headwise` have a rank's own
-    heads."""
+    heads. `setting` is the engine's that has it so."""
+
+    setting: ClassVar[str] = "tensor_parallel"
 
     cuts: Mapping[str, Cut]
     ranks: Ranks
     pieces: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     headwise: frozenset[str] = frozenset()
+
+    def expect(self, methods: Sequence[str]) -> None:
+        """Raises AdapterError for methods of which ranks cannot make a fresh adapter."""
+
+    def has(self, path: str) -> bool:
+        """Tells whether the rank has a part of the module at `path`, a site for adapters."""
+        return True
 
     def cut(self, adapter: AdapterVersion) -> AdapterVersion:
         """The rank's part of an adapter. Raises AdapterError for one that cannot be cut."""
@@ -61,6 +71,10 @@ class AdapterShards:
     def whole_moments(self, adapter: AdapterVersion, moments: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The whole state. All ranks call this together."""
         return {name: self._all(t, share) for name, t, share in self._of_moments(adapter, moments)}
+
+    def losses(self, found: Sequence[float]) -> Sequence[float]:
+        """The losses of micro-batches, given those that this rank has found."""
+        return found
 
     def shares(self, adapter: AdapterVersion) -> Mapping[str, MatrixShare]:
         """The share of each trained tensor, by its name in `AdapterVersion.parameters`. Raises

@@ -80,6 +80,9 @@ def plan(
         int | None,
         typer.Option(min=2, max=MOST_RANKS, help="Instead, how an adapter is cut over so many ranks."),
     ] = None,
+    pipeline_parallel: Annotated[
+        int | None, typer.Option(min=2, max=MOST_RANKS, help="Instead, what each of so many stages holds.")
+    ] = None,
     link: Annotated[
         str,
         typer.Option(
@@ -114,6 +117,11 @@ def plan(
             return show_placements(subject, tensor_parallel, link, rows, as_json)
         parts = _one_of(_recipes(adapter or ["lora"], measure, subject), "--tensor-parallel")
         return show_ranks(subject, parts, tensor_parallel, link, rows, as_json)
+    if pipeline_parallel is not None:
+        from coserve.cli.stages import show_stages
+
+        parts = _one_of(_recipes(adapter or ["lora"], measure, subject), "--pipeline-parallel")
+        return show_stages(subject, parts, pipeline_parallel, cache_tokens, as_json)
     recipes = _recipes(adapter, measure, subject)
     if activations:
         from coserve.cli.activations import activations as explain

@@ -11,6 +11,7 @@ between any two layers (FlexLLM 6.1, algorithm 2).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Final
 
 from coserve.core.request import BASE, FinishReason, Request
@@ -57,6 +58,12 @@ class Span:
 
     def __len__(self) -> int:
         return self.last - self.first
+
+
+def stage_spans(layers: int, stages: int) -> list[Span]:
+    """The layers of each stage of a pipeline: equally many, but for one."""
+    edges = [number * layers // stages for number in range(stages + 1)]
+    return [Span(first, last) for first, last in pairwise(edges)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,8 @@ class BaseNeeds:
 
 def _as_a_whole(config: EngineConfig) -> EngineConfig:
     """The settings of an engine of this process whose base is in memory as a whole."""
-    return replace(config, executor="local", tensor_parallel=1, memory="auto", base_memory="auto")
+    alone = replace(config, executor="local", tensor_parallel=1, pipeline_parallel=1)
+    return replace(alone, memory="auto", base_memory="auto")
 
 
 def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> SchedulerConfig:
@@ -170,7 +171,7 @@ def base_memory(
     """
     if config.base or config.base_memory != "auto" or isinstance(model, PreTrainedModel):
         return None
-    if config.tensor_parallel > 1:  # it is not streamed
+    if config.ranks > 1:  # it is not streamed
         return None
     if config.memory == "auto":
         return None

@@ -228,6 +228,7 @@ class Engine:
         for name, is_set in (
             ("async_scheduling", bool(config.async_scheduling)),
             ("base", bool(config.base)),
+            ("pipeline_parallel", config.pipeline_parallel > 1),
         ):
             if is_set:
                 raise ConfigError(f"engine.{name} is for engines of one base, and this one is to have more")

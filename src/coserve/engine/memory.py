@@ -46,7 +46,7 @@ class DeviceBudget:
         self.meter = make_meter(device)
         self.imports = resident_bytes()  # which no budget counts
         # Ranks on a CPU share its memory: the ledger is that of one of them.
-        sharing = config.tensor_parallel if device.type == "cpu" else 1
+        sharing = config.ranks if device.type == "cpu" else 1
         self.ledger = Ledger(budget_of(config.memory, device_capacity(device)) // sharing)
 
 

@@ -1,7 +1,7 @@
 """An executor in processes of its own, over sockets: the same plans, results and commands as bytes.
 
 There is a process for each rank of the model. All get the same messages, so that they compute together, and
-the first one's answers count.
+the first one's answers count; those of a pipeline's stages are put together (`stages.py`).
 """
 
 import subprocess
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import torch
@@ -48,6 +48,7 @@ from coserve.executors.executor import (
 )
 from coserve.executors.parameters import RemoteParameters, ShapedPlacement
 from coserve.executors.spares import take_spare
+from coserve.executors.stages import fullest, result_of_stages, spec_of_stages
 from coserve.executors.transport import WorkerTransport
 from coserve.executors.worker_process import QUIET, WorkerProcess, wait_for_any
 from coserve.memory.fake_tensors import fake_tensors
@@ -87,8 +88,9 @@ class RemoteExecutor(WorkerTransport):
         """Starts the processes and waits until they have loaded the model in folder `model`. Raises the
         errors of loading."""
         super().__init__(self._receive)
-        count = config.tensor_parallel
-        names = [f"the process of rank {n} of {count}" for n in range(count)] if count > 1 else [_ONE]
+        count, self._is_pipeline = config.ranks, config.pipeline_parallel > 1
+        kind = "stage" if self._is_pipeline else "rank"
+        names = [f"the process of {kind} {n} of {count}" for n in range(count)] if count > 1 else [_ONE]
         self.workers = [take_spare(name) or WorkerProcess(start_process, name) for name in names]
         self.process = self.workers[0].process
         self._pausing, self._gathering = threading.Lock(), threading.Lock()
@@ -124,7 +126,7 @@ class RemoteExecutor(WorkerTransport):
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
         message = self._codec.encode_command(command)
-        is_gathered = len(self.workers) > 1 and isinstance(command, _GATHER)
+        is_gathered = self._is_pipeline or (len(self.workers) > 1 and isinstance(command, _GATHER))
         with self._gathering if is_gathered else nullcontext():
             if command.beside:
                 replies = self._call_beside(message)
@@ -134,6 +136,8 @@ class RemoteExecutor(WorkerTransport):
                 replies = [reply[1:] for reply in self._next()]
         if len(replies) > 1:
             self._expect_same(replies)
+        if self._is_pipeline and isinstance(command, ReadMemory):
+            return cast(R, fullest([self._codec.decode_reply(one, command.reply) for one in replies]))
         found: R = self._codec.decode_reply(replies[0], command.reply)
         return found
 
@@ -177,7 +181,9 @@ class RemoteExecutor(WorkerTransport):
             self.close()
             raise error_named(*fault)
         assert opened[0].spec is not None, "what is opened has a spec"
-        return opened[0].spec
+        return (
+            spec_of_stages([one.spec for one in opened if one.spec]) if self._is_pipeline else opened[0].spec
+        )
 
     def _send(self, message: bytes) -> None:
         with self._together():
@@ -211,7 +217,10 @@ class RemoteExecutor(WorkerTransport):
         for message in messages:
             if message[:1] == FAILED:
                 raise error_named(*msgspec.msgpack.decode(message[1:], type=tuple[str, str]))
-        result, *others = (decode_result(message[1:]) for message in messages)
+        results = [decode_result(message[1:]) for message in messages]
+        if self._is_pipeline:
+            return result_of_stages(results)
+        result, *others = results
         drawn = {key: sampled.token for key, sampled in result.sampled.items()}
         for worker, other in zip(self.workers[1:], others, strict=True):
             if drawn != {key: sampled.token for key, sampled in other.sampled.items()}:
@@ -258,9 +267,10 @@ class RemoteExecutor(WorkerTransport):
             raise EngineLost(f"{hanging[0].name} hangs: the others have waited {_SILENCE:g} s for it")
 
     def _signs(self, workers: Sequence[WorkerProcess]) -> bool:
-        """Tells whether a heartbeat of each of these has come since the last time that one of each had."""
+        """Tells whether a heartbeat of each of these has come since the last time that one of each had. One
+        of any stage is enough: the others may wait for it."""
         self._beating |= {worker for worker in workers if worker.signs()}
-        if is_alive := self._beating.issuperset(workers):
+        if is_alive := bool(self._beating) if self._is_pipeline else self._beating.issuperset(workers):
             self._beating.clear()
         return is_alive
 

@@ -26,6 +26,22 @@ class Traveller(Protocol):
     def take(self, layer: int, hidden: Tensor) -> None:
         """Receives the layer's output, [1, rows, width]."""
 
+    def reach(self, layer: int) -> None:
+        """Learns that the rows have passed all layers below this one, of which some may be in other stages
+        of a pipeline."""
+
+
+class Returning(Protocol):
+    """Rows on their way back: `gradient` [1, rows, width] is for the input of the layer that they have
+    `reached`."""
+
+    layers: range
+    gradient: Tensor
+    reached: int | None
+
+    def needs_input_grad(self, layer: int) -> bool:
+        """Tells whether the rows go on below the layer."""
+
 
 T = TypeVar("T", bound=Traveller)
 Composed = tuple[Rows, LayerCalls]  # the rows in a run, and the layers' other arguments
@@ -41,6 +57,16 @@ class Chain:
         self.on_layer: Callable[[], object] = int  # nothing
         self.shortcut: Callable[[Sequence[Block], Tensor, Call], Tensor | None] | None = None
         self._cell = cell
+
+    @property
+    def span(self) -> range:
+        """The layers that are in this process."""
+        return range(len(self))
+
+    @property
+    def has_tail(self) -> bool:
+        """Tells whether the last layer, and so the tail, is in this process."""
+        return self.span.stop == len(self)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -111,8 +137,14 @@ class Chain:
             self.on_layer()
         return out
 
-    def backward(self, layers: range, layer_backward: Callable[[int], object]) -> None:
-        """Visits layers in this order, from the top down; `layer_backward` computes one."""
+    def backward(
+        self,
+        layers: range,
+        layer_backward: Callable[[int], object],
+        windows: Sequence[Returning] = (),
+    ) -> None:
+        """Visits layers in this order, from the top down; `layer_backward` computes one for the `windows`
+        that pass it."""
         for layer in layers:
             with self.blocks[layer].visit(Direction.BACKWARD):
                 layer_backward(layer)

@@ -52,6 +52,7 @@ from coserve.model.refusal import (
     unsupported,
 )
 from coserve.model.site_hook import SiteHook
+from coserve.model.staged.absent import AbsentLayer
 from coserve.model.together import join_siblings
 
 _log = logging.getLogger(__name__)
@@ -259,7 +260,7 @@ def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[N
 
 
 def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
-    if base.mixers:  # layers beside them may have no attention: the proof sees one that attends unseen
+    if base.mixers or _lacks_layers(base):  # some have no attention: the proof sees one that attends unseen
         caches |= {layer: CacheShape(0, 0, 0) for layer in range(base.depth) if layer not in caches}
     lacking = base.depth - len(caches)
     if lacking > 0:
@@ -268,6 +269,11 @@ def _learn_caches(base: Base, caches: dict[int, CacheShape]) -> None:
     if set(caches) != set(range(base.depth)):
         raise unsupported(base.model.config.model_type, "its layers attend more than once each")
     base.caches = [caches[layer] for layer in range(base.depth)]
+
+
+def _lacks_layers(base: Base) -> bool:
+    """Tells whether some layers are in other stages of a pipeline."""
+    return any(isinstance(block.module, AbsentLayer) for block in base.chain)
 
 
 class _Looking(FusedRows):
@@ -355,6 +361,8 @@ def _limit_to_masks(base: Base, masked: set[int | None]) -> None:
     used here: they mask nothing in sequences of that length. The probe's prompts are shorter than most
     windows, so it would miss them. Raises UnsupportedModel for windows that are in layers alone."""
     own = {cache.window for cache in base.caches if cache.groups}
+    if _lacks_layers(base):  # of other stages, whose windows these may be: the host has the whole model's
+        masked = {window for window in masked if window in own}
     alone = [window for window in masked if window and window not in own]
     base.max_positions = min([base.max_positions, *alone])
     attended = {_felt(window, base.max_positions) for window in own}
@@ -374,7 +382,7 @@ def _refuse_shorter_cache(base: Base) -> None:
     for cache, generates in zip(base.caches, DynamicCache(config=base.model.config).layers, strict=False):
         attended = _felt(cache.window, base.max_positions)
         kept = _felt(getattr(generates, "sliding_window", None), base.max_positions)
-        if kept is not None and (attended is None or attended > kept):
+        if cache.groups and kept is not None and (attended is None or attended > kept):
             part = f"its layers attend to {attended or 'all'} rows, and it generates with the last {kept}"
             raise unsupported(base.model.config.model_type, part)
 

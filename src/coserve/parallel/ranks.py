@@ -5,6 +5,8 @@ gives is the same on all ranks, bit for bit: rounding makes no rank decide other
 """
 
 import os
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,11 +34,23 @@ class Rank:
     meeting: str
 
 
+class Arriving:
+    """A tensor of another rank, on its way."""
+
+    def __init__(self, into: Tensor) -> None:
+        self._into = into
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there."""
+        return self._into
+
+
 class Ranks:
     """One rank alone, to which collectives give back what it gave. `RankGroup` has several."""
 
     number, count = 0, 1
     is_waiting = False  # for others, in a collective
+    waited = 0.0  # seconds so far
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors, which replaces `x`."""
@@ -86,6 +100,18 @@ class Ranks:
     def first(self, value: Any) -> Any:
         """The first rank's value, a plain one, for all."""
         return value
+
+    def each(self, value: Any) -> list[Any]:
+        """Every rank's value, a plain one or tensors, for all. For threads beside steps too, one at a
+        time."""
+        return [value]
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Sends a tensor to one rank, and does not wait until it is there."""
+
+    def receive(self, into: Tensor, rank: int) -> "Arriving":
+        """Begins to receive what one rank sends; several things come in their order."""
+        return Arriving(into)
 
     def decides(self, value: bool) -> bool:
         """The first rank's decision, for all."""
@@ -153,14 +179,17 @@ class RankGroup(Ranks):
     ) -> None:
         self.number, self.count, self._ordered = number, count, ordered
         self._steps, self._beside, self._device = steps, beside, device
+        self._sent = deque[tuple[dist.Work, Tensor]]()  # which may not be on its way yet
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self.is_waiting = True
+    def waiting(self) -> Iterator[None]:
+        """Context of a wait for other ranks."""
+        self.is_waiting, began = True, time.perf_counter()
         try:
             yield
         finally:
             self.is_waiting = False
+            self.waited += time.perf_counter() - began
 
     def sum(self, x: Tensor) -> Tensor:
         if self._ordered:
@@ -169,7 +198,7 @@ class RankGroup(Ranks):
             for part in parts[1:]:
                 x += part
             return x
-        with self._waiting():
+        with self.waiting():
             dist.all_reduce(x, group=self._steps)
         return x
 
@@ -186,13 +215,13 @@ class RankGroup(Ranks):
         """All ranks' tensors."""
         own = x.to(self._device).contiguous()
         parts = [torch.empty_like(own) for _ in range(self.count)]
-        with self._waiting():
+        with self.waiting():
             dist.all_gather(parts, own, group=group)
         return parts
 
     def of(self, rank: int, x: Tensor) -> Tensor:
         found = x.clone(memory_format=torch.contiguous_format)
-        with self._waiting():
+        with self.waiting():
             dist.broadcast(found, src=rank, group=self._steps)
         return found
 
@@ -203,14 +232,44 @@ class RankGroup(Ranks):
         totals: list[float] = self.sum(found).tolist()
         return totals
 
+    def each(self, value: Any) -> list[Any]:
+        found = [None] * self.count
+        with self.waiting():
+            dist.all_gather_object(found, value, group=self._beside)
+        return found
+
+    def send(self, x: Tensor, rank: int) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        sent = x.contiguous()
+        work = dist.isend(sent, rank, group=self._steps)
+        assert work is not None, "this rank is in its group"
+        self._sent.append((work, sent))
+
+    def receive(self, into: Tensor, rank: int) -> Arriving:
+        work = dist.irecv(into, rank, group=self._steps)
+        assert work is not None, "this rank is in its group"
+        return _Received(into, work, self)
+
     def decides(self, value: bool) -> bool:
         return bool(self.of(0, torch.tensor([value], device=self._device)))
 
     def first(self, value: Any) -> Any:
         told = [value]
-        with self._waiting():
+        with self.waiting():
             dist.broadcast_object_list(told, src=0, group=self._steps)
         return told[0]
+
+
+class _Received(Arriving):
+    def __init__(self, into: Tensor, work: dist.Work, ranks: RankGroup) -> None:
+        super().__init__(into)
+        self._work, self._ranks = work, ranks
+
+    def wait(self) -> Tensor:
+        with self._ranks.waiting():
+            self._work.wait()
+        return super().wait()
 
 
 class _Changed(torch.autograd.Function):

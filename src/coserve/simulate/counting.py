@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from coserve.core.plan import BasePlan, InferenceSegment, TrainingSegment
-from coserve.core.sequence import Direction, Span
+from coserve.core.sequence import Direction, Span, stage_spans
 from coserve.schedule.segments import causal_pairs
 from coserve.workload.shapes import ModelShape
 
@@ -78,8 +78,7 @@ class PlanCounter:
 
     def stages(self, count: int) -> tuple["PlanCounter", ...]:
         """Counters of a pipeline's stages, with equally many layers each but for one."""
-        edges = [number * self.shape.layers // count for number in range(count + 1)]
-        return tuple(replace(self, span=Span(first, last)) for first, last in pairwise(edges))
+        return tuple(replace(self, span=span) for span in stage_spans(self.shape.layers, count))
 
     @property
     def cache_token_bytes(self) -> float:

@@ -57,7 +57,7 @@ class ActivationStore:
         )
         embedded, self._calls = base.prologue(tokens, self._positions)
         self._lease = Lease(arena if arena is not None else Arena())
-        self.hidden = HiddenStates(embedded, base.depth, fates.lowest, self._lease)
+        self.hidden = HiddenStates(embedded, base.depth, fates.lowest, self._lease, base.chain.span)
         self.saved = SavedOutputs(fates, self.rows, self._lease)
         self.kv = MicroBatchKV([cache.reads for cache in base.caches], self.rows, virtual, self._lease)
         self.states = MicroBatchStates(lengths, self._lease)
@@ -101,15 +101,16 @@ class HiddenStates:
 
     Layers below `lowest` have no backward and share one buffer, which holds only a row's newest output. Once
     the loss is known, the buffer of the last layer's output holds the gradients of rows that rest between two
-    layers on their way back.
+    layers on their way back. Of the layers of other stages those below share a buffer too, and those above
+    have that of the last one here.
     """
 
-    def __init__(self, like: Tensor, depth: int, lowest: int, lease: Lease) -> None:
-        """`like` [1, rows, width] is the first layer's input."""
-        passing = max(min(lowest - 1, depth - 1), 0)
-        taken = depth - passing + bool(passing)
+    def __init__(self, like: Tensor, depth: int, lowest: int, lease: Lease, span: range) -> None:
+        """`like` [1, rows, width] is the first layer's input; `span` are the layers that are here."""
+        passing = max(min(max(lowest, span.start) - 1, span.stop - 1), 0)
+        taken = span.stop - passing + bool(passing)
         buffers = [lease.take(like.shape[1:], like.dtype, like.device) for _ in range(taken)]
-        self._outputs = buffers[:1] * max(passing - 1, 0) + buffers
+        self._outputs = buffers[:1] * max(passing - 1, 0) + buffers + buffers[-1:] * (depth - span.stop)
 
     def save(self, layer: int, window: Window, hidden: Tensor) -> None:
         """Stores hidden [window rows, width], the output of layer `layer`."""

@@ -50,7 +50,8 @@ def backward_layers(
         for group in _groups(layer, windows, max_rows):
             _backward_group(layer, group, short, check)
 
-    windows[0][1].backward.store.base.chain.backward(layers, go)
+    chain = windows[0][1].backward.store.base.chain
+    chain.backward(layers, go, [window for _, window in windows])
 
 
 def _groups(layer: int, windows: Sequence[JobWindow], max_rows: int) -> Iterator[list[JobWindow]]:
@@ -185,13 +186,18 @@ class Backward:
     bypasses; `accumulate(leaf, gradient)` is called with each gradient found."""
 
     def __init__(
-        self, store: ActivationStore, leaves: Leaves, accumulate: Callable[[Tensor, Tensor], None]
+        self,
+        store: ActivationStore,
+        leaves: Leaves,
+        accumulate: Callable[[Tensor, Tensor], None],
+        lowest: int | None = None,
     ) -> None:
+        """`lowest` is the lowest stage that trains, where that is on another rank."""
         self.store = store
         self._base: Base = store.base
         self._leaves = leaves
         self._accumulate = accumulate
-        self._lowest = min(leaves, default=self._base.depth)
+        self._lowest = min(leaves, default=self._base.depth) if lowest is None else lowest
 
     def start(self, window: Window, span: Span, bypasses: Bypasses) -> "BackwardWindow":
         """A window on its way back through the layers of `span`, down to the lowest that trains."""
@@ -204,7 +210,7 @@ class Backward:
         train before the first layer."""
         if window.passed.first > max(self._lowest, 0):
             self.store.hidden.save_gradient(window.window, window.gradient)
-        elif self._lowest == EMBEDDED:
+        elif EMBEDDED in self._leaves:
             self._through_embedding(window.window, window.bypasses, window.gradient)
 
     def _through_embedding(self, window: Window, bypasses: Bypasses, gradient: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Master weights of an adapter in training, with its optimizer, and the versions published of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import hypot, sqrt
 
 import torch
@@ -44,7 +45,8 @@ class MasterWeights:
             self.optimizer.restore(moments)
         self.room: list[Tensor] = []
         self.make_room()
-        torch._foreach_copy_(self.room, self.optimizer.flat)
+        if self.room:  # a stage of a pipeline may have nothing of an adapter
+            torch._foreach_copy_(self.room, self.optimizer.flat)
         self.publish(start.version)
 
     def make_room(self) -> None:
@@ -78,11 +80,23 @@ class MasterWeights:
     def gradient_norm(self) -> float:
         """The Euclidean norm of all ranks' gradients taken together."""
         shares, weights = self._shares, self.optimizer.weights.items()
-        found = [(shares[name].dim is None, w.grad) for name, w in weights if w.grad is not None]
+        found = [(shares[name].is_everywhere, w.grad) for name, w in weights if w.grad is not None]
         parts, whole = ([grad for is_whole, grad in found if is_whole is kind] for kind in (False, True))
         of_parts, of_whole = norms([parts, whole])
         (square,) = self.ranks.totals([of_parts**2])
         return hypot(sqrt(square), of_whole)
+
+    @cached_property
+    def lowest(self) -> int:
+        """The lowest stage of the base where something trains, on any rank; the base's depth without any."""
+        sites = self._base.sites
+        return min(
+            (sites[place.path].stage for place, _ in self.current.whole.placed()), default=self._base.depth
+        )
+
+    def losses(self, found: Sequence[float]) -> Sequence[float]:
+        """Losses of the jobs of this base, given those that this rank has found."""
+        return self._base.shards.losses(found)
 
     @property
     def ranks(self) -> Ranks:

@@ -17,7 +17,7 @@ from coserve.train.backward import Backward
 from coserve.train.example import IGNORED
 from coserve.train.master_weights import MasterWeights
 from coserve.train.save_policy import Fates
-from coserve.train.tail import Tail
+from coserve.train.tail import AbsentTail, Tail
 from coserve.train.window import Window
 
 
@@ -61,12 +61,14 @@ class MicroBatchState:
         leaves, weight = self._weights.leaves.get(self._base.depth, ()), 1.0 / self.start.step_labels
         start = self.start
         scores = start.reports or start.forward_only
-        return Tail(self.store, leaves, weight, self.backward.accumulate, start.loss, scores, start.top_k)
+        kind = Tail if self._base.chain.has_tail else AbsentTail
+        return kind(self.store, leaves, weight, self.backward.accumulate, start.loss, scores, start.top_k)
 
     @cached_property
     def backward(self) -> Backward:
         """Backward through its layers."""
-        return Backward(self.store, self._weights.leaves, self._weights.accumulate)
+        weights = self._weights
+        return Backward(self.store, weights.leaves, weights.accumulate, weights.lowest)
 
     def bypasses(self, window: Window) -> Bypasses:
         """The version in training, as applied to the rows of `window`: with their dropout, and its prompts in

@@ -29,6 +29,7 @@ from coserve.model.placement import Offer
 from coserve.model.probe import TOLERANCE, draw
 from coserve.model.refusal import refusing
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_window
+from coserve.model.staged.absent import AbsentLayer
 from coserve.train.activations import ActivationStore
 from coserve.train.backward import Backward, BackwardWindow, layer_gradients, vjp
 from coserve.train.save_policy import Fate, Fates
@@ -99,6 +100,8 @@ def _one_of_each_kind(base: Base) -> list[int]:
     kinds: dict[object, int] = {}
     for layer in (*range(1, base.depth), 0):
         module = base.model.get_submodule(base.chain.blocks[layer].path)
+        if isinstance(module, AbsentLayer):
+            continue
         parts = ((n, type(m), getattr(m, "out_features", None)) for n, m in module.named_modules())
         kinds.setdefault((*parts, *((n, p.shape) for n, p in module.named_parameters())), layer)
     read = {reads for layer in kinds.values() if (reads := base.caches[layer].reads) is not None}
@@ -219,6 +222,9 @@ class _AtLayer:
 
     def take(self, layer: int, hidden: Tensor) -> None:
         self.output = hidden
+
+    def reach(self, layer: int) -> None:
+        """Nothing is elsewhere yet."""
 
 
 class _WholeRows(GraphRows):

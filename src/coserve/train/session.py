@@ -71,7 +71,7 @@ class TrainingSession:
         self.weights = MasterWeights(base, loaded, start, moments, make_offload)
         self._reference = _ALONE if reference is None else reference.in_type(base.dtype)
         self._pass = 0  # number of the last pass that has begun
-        shapes = self.weights.current.parameters().items()
+        shapes = self.weights.current.whole.parameters().items()
         self._shape = sorted((name, tuple(tensor.shape)) for name, tensor in shapes)
         self.change(config)
 
@@ -94,8 +94,9 @@ class TrainingSession:
         if micro_batch.start.forward_only:  # the optimizer step has nothing of it
             del self.micro_batches[key]
         output = micro_batch.output
-        if not isfinite(output.loss):
-            raise self.not_finite(f"the loss became {output.loss}")
+        (loss,) = self._base.shards.losses([output.loss])
+        if not isfinite(loss):
+            raise self.not_finite(f"the loss became {loss}")
         return output
 
     def drop_activations(self) -> None:
@@ -106,7 +107,7 @@ class TrainingSession:
     def change(self, config: SessionConfig) -> None:
         """Sets what later micro-batches keep, as `config` says. The optimizer stays as it is."""
         self.config = config
-        self.fates = fates_of(self._base, self.weights.current, config.keep, config.rows)
+        self.fates = fates_of(self._base, self.weights.current.whole, config.keep, config.rows)
 
     def abandon(self, pass_number: int | None = None) -> None:
         """Frees all state of the step under way, gradients included; of the given pass alone, if it has

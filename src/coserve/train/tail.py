@@ -219,6 +219,19 @@ class Tail:
         return self._examples[rows], inputs, self._spec.settings
 
 
+class AbsentTail(Tail):
+    """The tail of a pipeline's stage before the last one, which alone computes the loss."""
+
+    def logprobs(self, window: Window, bypasses: Bypasses) -> None:
+        """Computes nothing."""
+
+    def evaluate(self) -> None:
+        """Adds nothing."""
+
+    def loss(self, window: Window, bypasses: Bypasses) -> None:
+        """Computes nothing; the gradient comes from the next stage."""
+
+
 def loss_rows(vocabulary: int, buckets: RowBuckets, device: torch.device) -> int:
     """Rows of one chunk of the loss on a device."""
     most = _LOGITS_PER_CHUNK.get(device.type, _LOGITS_PER_CHUNK["cpu"])

@@ -25,7 +25,9 @@ def update_all(due: Sequence[Due]) -> list[Updated | JobError]:
     finite fails its own session alone: published versions and other sessions do not change. Where memory runs
     out before anything has changed its error is raised; later it fails the sessions, whose weights may be
     between two steps."""
-    losses = [session.loss_so_far() for session, _ in due]
+    if not due:
+        return []
+    losses = due[0][0].weights.losses([session.loss_so_far() for session, _ in due])
     for session, _ in due:
         session.weights.complete_gradients()
     gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (s.weights.optimizer for s, _ in due)]
@@ -83,6 +85,5 @@ def _clip(due: Sequence[tuple[OptimStep, Sequence[Tensor], float]]) -> None:
 
 def _write(stepped: Sequence[MasterWeights]) -> None:
     """Copies weights into the room for their next versions."""
-    if stepped:
-        rooms = [room for weights in stepped for room in weights.room]
+    if rooms := [room for weights in stepped for room in weights.room]:
         torch._foreach_copy_(rooms, [flat for weights in stepped for flat in weights.optimizer.flat])

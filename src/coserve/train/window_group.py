@@ -51,6 +51,10 @@ class ForwardWindow:
         self.store.hidden.save(layer, self.window, hidden[0])
         self.reached = layer + 1
 
+    def reach(self, layer: int) -> None:
+        """See `Traveller`."""
+        self.reached = max(self.reached, layer)
+
     @property
     def passed(self) -> Span:
         """The layers passed so far."""

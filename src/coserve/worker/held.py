@@ -172,7 +172,7 @@ class HeldState:
     def _expect_alone(self, what: str) -> None:
         """Raises NotOffered for what several ranks do not do."""
         if self.base.shards.ranks.count > 1:
-            raise NotOffered(f"{what}: not offered with engine.tensor_parallel")
+            raise NotOffered(f"{what}: not offered with engine.{self.base.shards.setting}")
 
     def _first(self, command: OpenSession) -> AdapterVersion:
         if command.resume is not None:
@@ -180,6 +180,7 @@ class HeldState:
         if command.start is not None:
             return command.start
         assert command.fresh is not None, "a session starts from something"
+        self.base.shards.expect([str(method["type"]) for method in command.fresh.methods])
         methods = settings_of(command.fresh.methods)
         return fresh_adapter(self.base, command.adapter, methods, command.fresh.seed)
 

@@ -50,6 +50,9 @@ class InferenceBatch(PassedRows):
         """See `Traveller`."""
         self.hidden = hidden
 
+    def reach(self, layer: int) -> None:
+        """See `Traveller`."""
+
 
 def adapter_ranges(
     loaded: LoadedAdapters, segments: Sequence[InferenceSegment], counts: Sequence[int]

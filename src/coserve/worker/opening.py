@@ -32,6 +32,7 @@ from coserve.model.grammar import Grammars
 from coserve.model.load import load_base, usable_device
 from coserve.model.sampling_table import SamplingTable
 from coserve.model.sharded.load import load_sharded
+from coserve.model.staged.load import load_staged
 from coserve.model.stitched import Stitch, StitchedBase
 from coserve.model.together import linears_together
 from coserve.parallel.ranks import ALONE, Ranks
@@ -47,6 +48,7 @@ from coserve.worker.deterministic import DeterministicWorker
 from coserve.worker.offloaded import OffloadedCache
 from coserve.worker.page_store import open_store
 from coserve.worker.sequence_table import SequenceTable
+from coserve.worker.staged import StageWorker
 from coserve.worker.stitched import StitchedWorker
 from coserve.worker.swap_space import SwapSpace
 from coserve.worker.worker import Worker
@@ -83,7 +85,7 @@ def open_local(
     before, private = resident_bytes(), private_bytes()
     base, streaming = _load(model, config, ranks)
     # One base is proved as it is loaded, another has nothing that could be compared.
-    if not (config.base or is_without_data(base)):
+    if not (config.base or config.pipeline_parallel > 1 or is_without_data(base)):
         prove_training(base)
     return_freed_memory()
     # A base that stays may lie in pages of its files, one that is streamed does not.
@@ -91,7 +93,8 @@ def open_local(
     grown = max(taken - base.nbytes, 0)
     tokenizer = read_tokenizer()
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
-    worker = _make(base, config, grammars, grown, streaming)
+    kind = StageWorker if config.pipeline_parallel > 1 else Worker
+    worker = _make(base, config, grammars, grown, streaming, kind)
     return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, grammars)
 
 
@@ -150,7 +153,7 @@ def open_stitched(
 
 def open_executor(model: Model, config: EngineConfig, read_tokenizer: ReadTokenizer) -> Opened:
     """Opens the executor that the settings name."""
-    is_elsewhere = config.executor == "remote" or config.tensor_parallel > 1
+    is_elsewhere = config.executor == "remote" or config.ranks > 1
     return (open_remote if is_elsewhere else open_local)(model, config, read_tokenizer)
 
 
@@ -174,6 +177,8 @@ def _load(model: Model, config: EngineConfig, ranks: Ranks) -> tuple[Base, Strea
     """The base; with how it is streamed, where it does not fit or its memory is limited."""
     if ranks.count > 1:
         assert not isinstance(model, PreTrainedModel), "ranks read files"
+        if config.pipeline_parallel > 1:
+            return load_staged(model, ranks, dtype_of(config), config.device, prove_training), None
         return load_sharded(model, ranks, dtype_of(config), config.device, config.quantize), None
     if config.base:
         return load_remote(model, _access(config), dtype_of(config), config.device, prove_training), None

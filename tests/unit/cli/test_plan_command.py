@@ -142,6 +142,16 @@ def test_what_placements_of_an_executor_cost() -> None:
     assert all(one[f"{way}_seconds"] > 0 for one in (cut, gathered) for way in ("forward", "back"))
 
 
+def test_what_each_stage_of_a_pipeline_holds() -> None:
+    """Together what the whole holds, but for what all stages have."""
+    asked = ("tiny", "--adapter", "lora", "--cache-tokens", "100", "--json")
+    first, last = json.loads(plan(*asked, "--pipeline-parallel", "2"))
+    assert (first["first"], first["last"]) == (0, last["first"]) and last["last"] > last["first"] > 0
+    for one in (first, last):
+        assert min(one["weights"], one["pages"], one["adapter"]) > 0
+    assert "cannot be cut into 60 stages" in refusal("tiny", "--pipeline-parallel", "60")
+
+
 def test_how_an_adapter_is_cut_over_ranks() -> None:
     """Of linears cut by columns A is whole and B cut, of those cut by rows the other way round: nothing is
     sent but one gradient."""

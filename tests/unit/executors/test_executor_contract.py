@@ -80,8 +80,9 @@ OPENS: dict[str, Callable[..., Opened]] = {
     "deterministic": open_deterministic,
     "remote": open_remote,
     "ranks": lambda model, config: open_remote(model, replace(config, tensor_parallel=2)),
+    "stages": lambda model, config: open_remote(model, replace(config, pipeline_parallel=2)),
 }
-ELSEWHERE = "remote", "ranks"
+ELSEWHERE = "remote", "ranks", "stages"
 IDENTITY = Identity("digest", 0, 1, 1)
 PAUSES: WeakKeyDictionary[Executor, int] = WeakKeyDictionary()  # of each executor; ids are used again
 KEYS, PAGES = itertools.count(1), itertools.count()
@@ -611,7 +612,7 @@ def test_limits_and_grammars_are_taken(opened: Opened) -> None:
     assert opened.executor.spec.sequences == CONFIG.max_running
 
 
-@pytest.mark.parametrize("name", [name for name in OPENS if name != "ranks"])
+@pytest.mark.parametrize("name", [name for name in OPENS if name not in ELSEWHERE[1:]])
 def test_how_the_base_is_streamed_is_told(name: str, patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = save(tiny(MODEL), tmp_path)
     whole = load_base(folder).nbytes

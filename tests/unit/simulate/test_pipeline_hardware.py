@@ -9,6 +9,8 @@ from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, TrainingSeg
 from coserve.core.request import SLO
 from coserve.core.sequence import Direction, Span
 from coserve.errors import ConfigError
+from coserve.simulate.bubbles import LOAD as BUBBLES
+from coserve.simulate.bubbles import fleet_of_stages, measure_bubbles
 from coserve.simulate.counting import PassWork, PlanCounter
 from coserve.simulate.hardware import hardware_named
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
@@ -101,3 +103,10 @@ def test_pipelines_answer_and_train() -> None:
 def test_pipelines_that_cannot_be_are_refused(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Simulator(replace(FLEET, **wrong), LOAD)  # type: ignore[arg-type]
+
+
+def test_bubbles_of_two_stages_keep_most_of_the_training() -> None:
+    """In modelled seconds, with all answers within their bounds; answers that leave less time leave less."""
+    found = measure_bubbles(fleet_of_stages(2))
+    assert found.within == 1.0 and 0.8 <= found.filled < 1.0
+    assert measure_bubbles(fleet_of_stages(2), replace(BUBBLES, rate=12.0)).filled < found.filled - 0.05
