@@ -1,0 +1,87 @@
+"""Rows of chat completions that their clients wanted to be kept."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.quotas import Quotas
+from coserve.serve.store.records import ChatRecord, Page
+
+MOST_OLD_CHATS: Final = 500  # that one turn deletes: the writing thread is shared
+
+
+class ChatStore:
+    """Chat completions of a tenant."""
+
+    def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
+        self._database, self._clock, self._quotas = database, clock, quotas
+
+    async def check_room(self, tenant: str) -> None:
+        """Raises QuotaExceeded where the tenant may keep nothing more."""
+        await self._database.read(lambda session: self._quotas.check_kept(session, tenant, 1, 1))
+
+    async def add(self, row: ChatRecord) -> None:
+        """Adds a completion, which had room when it began."""
+        await self._database.write(lambda session: session.add(row))
+
+    async def get(self, tenant: str, id: str) -> ChatRecord | None:
+        """The tenant's completion with this id."""
+        found = select(ChatRecord).where(ChatRecord.tenant == tenant, ChatRecord.id == id)
+        return await self._database.read(lambda session: session.scalar(found))
+
+    async def page(
+        self,
+        tenant: str,
+        after: str | None,
+        limit: int,
+        ascending: bool,
+        model: str | None,
+        labels: Mapping[str, str],
+    ) -> Page[ChatRecord] | None:
+        """The tenant's completions of a model, with all these entries in their metadata; None if `after` is
+        none of them. Names of entries are without quotes."""
+        wanted = [ChatRecord.tenant == tenant]
+        if model is not None:
+            wanted.append(ChatRecord.model == model)
+        for name, value in labels.items():
+            wanted.append(func.json_extract(ChatRecord.labels, f'$."{name}"') == value)
+        return await self._database.read(
+            lambda session: page_of(session, ChatRecord, wanted, after, limit, ascending)
+        )
+
+    async def label(self, tenant: str, id: str, labels: Mapping[str, str]) -> ChatRecord | None:
+        """Changes the metadata of a completion; None if there is none. Raises QuotaExceeded."""
+
+        def write(session: Session) -> ChatRecord | None:
+            found = session.scalar(select(ChatRecord).where(ChatRecord.tenant == tenant, ChatRecord.id == id))
+            if found is not None:
+                found.labels = dict(labels)
+                self._quotas.check_kept(session, tenant)
+            return found
+
+        return await self._database.write(write)
+
+    async def remove(self, tenant: str, id: str) -> bool:
+        """Removes a completion; False if there is none."""
+
+        def write(session: Session) -> bool:
+            found = session.scalar(select(ChatRecord).where(ChatRecord.tenant == tenant, ChatRecord.id == id))
+            if found is not None:
+                session.delete(found)
+            return found is not None
+
+        return await self._database.write(write)
+
+    async def sweep(self, before: float) -> bool:
+        """Deletes some of what is older than this (Unix seconds); True where more may be left."""
+
+        def write(session: Session) -> bool:
+            old = select(ChatRecord.number).where(ChatRecord.created <= int(before))
+            numbers = session.scalars(old.order_by(ChatRecord.created).limit(MOST_OLD_CHATS)).all()
+            session.execute(delete(ChatRecord).where(ChatRecord.number.in_(numbers)))
+            return len(numbers) == MOST_OLD_CHATS
+
+        return await self._database.write(write)
