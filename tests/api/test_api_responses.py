@@ -10,7 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from test_api_tools import engine_of, folders, say
 
-from called import CLOCK, TOOLS
+from called import TOOLS
 from serving import Play, World
 
 __all__ = ["folders"]
@@ -18,6 +18,7 @@ PATH = "/v1/responses"
 HELLO: Any = {"model": "tiny", "input": "Hello!", "max_output_tokens": 30}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm", "days": 3}}\n</tool_call>'
 FLAT: Any = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
+CHOSEN = {"type": "function", "name": "clock"}
 _event = TypeAdapter[ResponseStreamEvent](ResponseStreamEvent)
 
 
@@ -217,9 +218,9 @@ def test_forced_calls_and_forms(play: Play, folders: Callable[..., str]) -> None
         say(world, CALL)
         for choice, names in (
             ("required", {"get_weather", "clock"}),
-            ({"type": "function", "name": "clock"}, {"clock"}),
-            ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "clock"}]}, {"clock"}),
-        ):  # fmt: skip
+            (CHOSEN, {"clock"}),
+            ({"type": "allowed_tools", "mode": "required", "tools": [CHOSEN]}, {"clock"}),
+        ):
             await create(**HELLO, tools=FLAT, tool_choice=choice, parallel_tool_calls=False)  # type: ignore[call-overload]
             grammar = world.submits()[-1].sampling.grammar or ""
             assert {name for name in ("get_weather", "clock") if name in grammar} == names

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 from fastapi import Depends, Request
@@ -31,6 +31,8 @@ class _Run:
     tenant: str
     task: asyncio.Task[None]
     work: Work | None = None
+    is_cancelled: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Background:
@@ -58,27 +60,39 @@ class Background:
             if row.id not in self._runs:
                 self._start(row, None)
 
-    def body(self, row: ResponseRecord) -> bytes:
-        """A response as it is now, as JSON."""
+    async def body(self, row: ResponseRecord) -> str:
+        """A response as it is now, as JSON. Its end is told once it is stored."""
         run = self._runs.get(row.id)
-        return row.body.encode() if run is None or run.work is None else run.work.writer.body
+        if run is None or run.work is None:
+            return row.body
+        if run.work.writer.status not in ENDED:
+            return run.work.writer.body.decode()
+        await run.over.wait()
+        found = await self._state.store.responses.get(row.tenant, row.id)
+        return (found or row).body
 
     async def wait(self, id: str) -> None:
         """Returns once a response is not under way any more."""
         if run := self._runs.get(id):
-            await asyncio.wait({run.task})
+            await run.over.wait()
 
     async def cancel(self, row: ResponseRecord) -> None:
         """Ends a response that is under way."""
         run = self._runs.get(row.id)
         if run is None:
             return
+        if run.is_cancelled:
+            return await self.wait(row.id)
+        run.is_cancelled = True
         run.task.cancel()
         await asyncio.gather(run.task, return_exceptions=True)
         writer = restored(row.body.encode()) if run.work is None else run.work.writer
-        if writer.status not in ENDED:
-            writer.cancel()
-            await self._end(row, writer)
+        try:
+            if writer.status not in ENDED:
+                writer.cancel()
+            await self._end(row, writer)  # also waits where its end is being stored
+        finally:
+            self._ended(row, run)
 
     async def close(self) -> None:
         """Ends all work; what is unfinished goes on when the server starts again."""
@@ -89,12 +103,13 @@ class Background:
 
     def _start(self, row: ResponseRecord, work: Work | None) -> None:
         task = asyncio.create_task(self._run(row), name=f"response {row.id}")
-        self._runs[row.id] = _Run(row.tenant, task, work)
+        run = self._runs[row.id] = _Run(row.tenant, task, work)
         self._counts[row.tenant] += 1
-        task.add_done_callback(lambda _: self._ended(row))
+        task.add_done_callback(lambda _: None if run.is_cancelled else self._ended(row, run))
 
-    def _ended(self, row: ResponseRecord) -> None:
+    def _ended(self, row: ResponseRecord, run: _Run) -> None:
         del self._runs[row.id]
+        run.over.set()
         self._counts[row.tenant] -= 1
         if not self._counts[row.tenant]:
             del self._counts[row.tenant]

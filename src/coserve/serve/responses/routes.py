@@ -126,7 +126,9 @@ async def retrieve_response(
     row = await _found(state, caller, response_id)
     if stream:
         return _stream(state, background, row, starting_after)
-    return await pieced(state.bodies, caller.id, cut(background.body(row)), "application/json")
+    return await pieced(
+        state.bodies, caller.id, cut((await background.body(row)).encode()), "application/json"
+    )
 
 
 @router.delete(RESPONSES + "/{response_id}", responses=error_responses(404), summary="Delete a response")
