@@ -1,4 +1,4 @@
-"""What is stored of answers: responses, conversations and chat completions, as OpenAI's client sees them."""
+"""Answers that are stored: responses, conversations and chat completions, as OpenAI's client sees them."""
 
 import asyncio
 import os

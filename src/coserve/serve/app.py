@@ -22,7 +22,7 @@ from coserve.serve.http.revocation import Revocation
 from coserve.serve.http.shedding import ConcurrencyLimit
 from coserve.serve.responses import conversations
 from coserve.serve.responses import routes as responses
-from coserve.serve.responses.background import Background
+from coserve.serve.responses.background import ResponseRuns
 from coserve.serve.routes import (
     adapters,
     chat,
@@ -87,7 +87,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     for room in (*rooms, health, docs):
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
-    app.state.responses = Background(state)
+    app.state.responses = ResponseRuns(state)
     app.state.tinker = Dialect(state, clock)
     for router in tinker.ROUTERS:
         app.include_router(router)

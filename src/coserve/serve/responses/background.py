@@ -15,7 +15,7 @@ from coserve.serve.errors import ApiError
 from coserve.serve.responses.events import ENDED, ResponseWriter, restored
 from coserve.serve.responses.items import read_item
 from coserve.serve.responses.schema import ResponseRequest
-from coserve.serve.responses.work import Work, ended, prepared, produced
+from coserve.serve.responses.work import ResponseWork, ended, prepared, produced
 from coserve.serve.state import State
 from coserve.serve.store.records import ResponseRecord
 
@@ -30,12 +30,12 @@ class _Run:
 
     tenant: str
     task: asyncio.Task[None]
-    work: Work | None = None
+    work: ResponseWork | None = None
     is_cancelled: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Background:
+class ResponseRuns:
     """All responses of a server that are made in the background; `app.state.responses`. For one event
     loop."""
 
@@ -48,7 +48,7 @@ class Background:
         """Raises ApiError 429 where the tenant has as many under way as may wait."""
         self._state.queue.check(0, self._counts[tenant])
 
-    async def begin(self, work: Work) -> None:
+    async def begin(self, work: ResponseWork) -> None:
         """Stores a response, and begins to make it. Raises QuotaExceeded."""
         assert work.row is not None
         await self._state.store.responses.add(work.row, work.items)
@@ -101,7 +101,7 @@ class Background:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, row: ResponseRecord, work: Work | None) -> None:
+    def _start(self, row: ResponseRecord, work: ResponseWork | None) -> None:
         task = asyncio.create_task(self._run(row), name=f"response {row.id}")
         run = self._runs[row.id] = _Run(row.tenant, task, work)
         self._counts[row.tenant] += 1
@@ -132,7 +132,7 @@ class Background:
         except Exception as error:
             await self._fail(row, run.work, error)
 
-    async def _again(self, row: ResponseRecord) -> Work:
+    async def _again(self, row: ResponseRecord) -> ResponseWork:
         """The work of a response that was under way when the server ended."""
         store = self._state.store
         tenant = await store.tenants.get(row.tenant)
@@ -141,7 +141,7 @@ class Background:
         body = await self._state.bodies.run(row.tenant, _body_of, row.request, items)
         return await prepared(self._state, tenant, body, row)
 
-    async def _fail(self, row: ResponseRecord, work: Work | None, error: Exception) -> None:
+    async def _fail(self, row: ResponseRecord, work: ResponseWork | None, error: Exception) -> None:
         """Ends a response that cannot be made; one that is complete could not be stored."""
         writer = restored(row.body.encode()) if work is None else work.writer
         if writer.status not in ENDED:
@@ -164,10 +164,10 @@ def _body_of(request: str, items: Sequence[str]) -> ResponseRequest:
     return body.model_copy(update={"input": [read_item(item) for item in items]})
 
 
-async def _background(request: Request) -> Background:
-    """FastAPI's dependency for `Background`; a coroutine, as FastAPI runs others in threads."""
-    found: Background = request.app.state.responses
+async def _runs_of(request: Request) -> ResponseRuns:
+    """FastAPI's dependency for `ResponseRuns`; a coroutine, as FastAPI runs others in threads."""
+    found: ResponseRuns = request.app.state.responses
     return found
 
 
-Backgrounds = Annotated[Background, Depends(_background)]
+InBackground = Annotated[ResponseRuns, Depends(_runs_of)]

@@ -17,7 +17,7 @@ from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, cut, json_reply, pieced
 from coserve.serve.http.streams import ClientGone, EventStream, unless_gone
-from coserve.serve.responses.background import Background, Backgrounds
+from coserve.serve.responses.background import InBackground, ResponseRuns
 from coserve.serve.responses.events import replayed, usage_of
 from coserve.serve.responses.items import new_id, new_item_id, sealed
 from coserve.serve.responses.schema import (
@@ -56,7 +56,7 @@ After = Annotated[str | None, Query(description="The last item of the page befor
     RESPONSES, response_model=ResponseObject, responses=error_responses(404, 500), summary="Make a response"
 )
 async def create_response(
-    body: ResponseRequest, request: Request, caller: Caller, state: Shared, background: Backgrounds
+    body: ResponseRequest, request: Request, caller: Caller, state: Shared, background: InBackground
 ) -> Response:
     """Answers a message or items, whole or (`stream`) as server-sent events, and keeps the response unless
     `store` is false.
@@ -116,7 +116,7 @@ async def retrieve_response(
     response_id: str,
     caller: Caller,
     state: Shared,
-    background: Backgrounds,
+    background: InBackground,
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=-1, le=2**31, description="The last event that came.")] = -1,
     include_obfuscation: Annotated[bool, Query(description="Accepted; events are never padded.")] = False,
@@ -133,7 +133,7 @@ async def retrieve_response(
 
 @router.delete(RESPONSES + "/{response_id}", responses=error_responses(404), summary="Delete a response")
 async def delete_response(
-    response_id: str, caller: Caller, state: Shared, background: Backgrounds
+    response_id: str, caller: Caller, state: Shared, background: InBackground
 ) -> ResponseDeleted:
     """Deletes a response, and its items but for those in a conversation. One that is under way is cancelled
     first. Responses that went on with it cannot be gone on with any more."""
@@ -149,7 +149,7 @@ async def delete_response(
     summary="Cancel a response",
 )
 async def cancel_response(
-    response_id: str, caller: Caller, state: Shared, background: Backgrounds
+    response_id: str, caller: Caller, state: Shared, background: InBackground
 ) -> Response:
     """Ends a response in the background; one that has ended stays as it is."""
     row = await _found(state, caller, response_id)
@@ -198,13 +198,13 @@ async def _found(state: State, caller: Tenant, id: str) -> ResponseRecord:
     return row
 
 
-def _stream(state: State, background: Background, row: ResponseRecord, after: int) -> EventStream:
+def _stream(state: State, background: ResponseRuns, row: ResponseRecord, after: int) -> EventStream:
     events = _followed(state, background, row, after)
     return EventStream(events, events)
 
 
 async def _followed(
-    state: State, background: Background, row: ResponseRecord, after: int
+    state: State, background: ResponseRuns, row: ResponseRecord, after: int
 ) -> AsyncGenerator[bytes, None]:
     """The events of a response that have a higher number than `after`."""
     told = after + 1

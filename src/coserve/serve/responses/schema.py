@@ -296,7 +296,7 @@ class ConversationRef(RequestBody):
 
 
 class PromptBody(RequestBody):
-    """What an answer follows from."""
+    """A model, and the items that an answer follows from."""
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
     input: Input | None = Field(None, description="A user's message, or items.")
@@ -331,12 +331,6 @@ class ToolsBody(PromptBody):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="Whether the oldest turns are left out where there is no room for all."
     )
-
-    @model_validator(mode="after")
-    def _one_context(self) -> "ToolsBody":
-        if self.conversation is not None and self.previous_response_id is not None:
-            raise ValueError("previous_response_id and conversation do not go together")
-        return self
 
     @property
     def conversation_id(self) -> str | None:

@@ -50,7 +50,7 @@ _GONE: Final = 499  # the status that proxies log for a client that left; it is 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """What a body and stored items make: a chat, and the `items` of the request as they are kept. Of a chat
+    """A chat made of a body and stored items, and the `items` of the request as they are kept. Of a chat
     that is too long the turns before one of the `cuts` may be left out, but for the first `head` ones."""
 
     chat: Chat
@@ -65,7 +65,7 @@ class Composed:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ResponseWork:
     """A response that is made. `row` and `items` are what is kept of it; None where it is not stored."""
 
     tenant: Tenant
@@ -98,6 +98,9 @@ async def composed(state: State, tenant: Tenant, body: PromptBody) -> Composed:
     """Reads what a body refers to, and makes a chat of all. Raises ApiError."""
     of = body.conversation_id if isinstance(body, ToolsBody) else None
     store = state.store.responses
+    if of is not None and body.previous_response_id is not None:
+        message = "previous_response_id and conversation do not go together."
+        raise ApiError(400, message, param="previous_response_id", code="invalid_value")
     if of is not None and await store.conversation(tenant.id, of) is None:
         raise not_found(f"Conversation with id '{of}' not found.", "conversation")
     earlier: Sequence[str] = ()
@@ -209,7 +212,7 @@ async def called(
 
 async def prepared(
     state: State, tenant: Tenant, body: ResponseRequest, of: ResponseRecord | None = None
-) -> Work:
+) -> ResponseWork:
     """The work that a body asks for, or goes on with `of` one that was under way when the server ended.
     Raises ApiError."""
     if body.is_stored and of is None:
@@ -227,13 +230,13 @@ async def prepared(
     if body.background:
         writer.status = "queued"
     if of is not None or not body.is_stored:
-        return Work(tenant, call, writer, of, ())
+        return ResponseWork(tenant, call, writer, of, ())
     own = await state.bodies.run(tenant.id, _kept, body, made.items, tenant.id, id)
     row = ResponseRecord(
         id, tenant.id, created, writer.status, writer.body.decode(), body.previous_response_id,
         body.conversation_id, own[1],
     )  # fmt: skip
-    return Work(tenant, call, writer, row, own[0])
+    return ResponseWork(tenant, call, writer, row, own[0])
 
 
 def _kept(
@@ -289,7 +292,7 @@ def _plain(choice: Any) -> Any:
     return choice if isinstance(choice, str) else choice.model_dump()
 
 
-async def produced(state: State, work: Work) -> AsyncGenerator[bytes, None]:
+async def produced(state: State, work: ResponseWork) -> AsyncGenerator[bytes, None]:
     """The events of a response as it is made, the last of which comes once it is stored. Raises what
     `answer` does."""
     writer, pause = work.writer, Pause()
@@ -311,7 +314,7 @@ async def produced(state: State, work: Work) -> AsyncGenerator[bytes, None]:
     yield last
 
 
-async def replied(request: Request, state: State, work: Work, streams: bool) -> Response:
+async def replied(request: Request, state: State, work: ResponseWork, streams: bool) -> Response:
     """The HTTP response of a response that ends with its client's connection.
 
     A stream's headers wait for its first event, so that earlier errors have their own status.
@@ -334,7 +337,7 @@ async def _drained(events: AsyncGenerator[bytes, None]) -> None:
 
 
 async def _streamed(
-    state: State, work: Work, first: bytes, rest: AsyncGenerator[bytes, None]
+    state: State, work: ResponseWork, first: bytes, rest: AsyncGenerator[bytes, None]
 ) -> AsyncGenerator[bytes, None]:
     yield first
     try:

@@ -22,7 +22,7 @@ from coserve.serve.schema.chat import (
 )
 from coserve.serve.schema.common import MOST_METADATA, JsonObject
 from coserve.serve.state import Shared, State
-from coserve.serve.store.records import ChatRecord, Tenant
+from coserve.serve.store.records import StoredChat, Tenant
 
 _CHATS: Final = "/v1/chat/completions"
 _ONE: Final = _CHATS + "/{completion_id}"
@@ -34,14 +34,14 @@ Order = Literal["asc", "desc"]
 
 def stored_chat(
     body: ChatRequest, tenant: str, made: Callable[[CallUsage], JsonObject], usage: CallUsage
-) -> ChatRecord:
+) -> StoredChat:
     """The row of a completion, which `made` makes."""
     told = made(usage)
     messages = [
         {"id": f"{told['id']}-{place}", **message.model_dump(exclude_none=True)}
         for place, message in enumerate(body.messages)
     ]
-    return ChatRecord(
+    return StoredChat(
         told["id"], tenant, told["created"], told["model"], b"".join(written(told)).decode(),
         msgspec.json.encode(messages).decode(), body.metadata or {},
     )  # fmt: skip
@@ -147,7 +147,7 @@ def _label(name: str, value: str) -> tuple[str, str]:
     return key, value
 
 
-async def _found(state: State, caller: Tenant, id: str) -> ChatRecord:
+async def _found(state: State, caller: Tenant, id: str) -> StoredChat:
     row = await state.store.chats.get(caller.id, id)
     if row is None:
         raise _unknown(id)
@@ -158,6 +158,6 @@ def _unknown(id: str) -> ApiError:
     return not_found(f"Completion with id '{id}' not found.", "completion_id")
 
 
-def _shown(row: ChatRecord) -> bytes:
+def _shown(row: StoredChat) -> bytes:
     """A completion as JSON, with its metadata."""
     return row.body.encode()[:-1] + b',"metadata":' + msgspec.json.encode(row.labels) + b"}"

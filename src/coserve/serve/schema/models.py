@@ -34,7 +34,7 @@ class ModelCard(BaseModel):
 
 
 class CodexTruncation(BaseModel):
-    """What Codex keeps of a call's output."""
+    """The part of a call's output that Codex keeps."""
 
     mode: Literal["bytes", "tokens"] = "bytes"
     limit: int = 10_000

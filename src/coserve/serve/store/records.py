@@ -382,7 +382,7 @@ class ItemRecord(Record):
     output: Mapped[bool]
 
 
-class ChatRecord(Record):
+class StoredChat(Record):
     """A chat completion that is kept: `body` and `messages` are the JSON of the reply and of the request's
     messages."""
 

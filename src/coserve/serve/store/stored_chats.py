@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import ChatRecord, Page
+from coserve.serve.store.records import Page, StoredChat
 
 MOST_OLD_CHATS: Final = 500  # that one turn deletes: the writing thread is shared
 
@@ -23,13 +23,13 @@ class ChatStore:
         """Raises QuotaExceeded where the tenant may keep nothing more."""
         await self._database.read(lambda session: self._quotas.check_kept(session, tenant, 1, 1))
 
-    async def add(self, row: ChatRecord) -> None:
+    async def add(self, row: StoredChat) -> None:
         """Adds a completion, which had room when it began."""
         await self._database.write(lambda session: session.add(row))
 
-    async def get(self, tenant: str, id: str) -> ChatRecord | None:
+    async def get(self, tenant: str, id: str) -> StoredChat | None:
         """The tenant's completion with this id."""
-        found = select(ChatRecord).where(ChatRecord.tenant == tenant, ChatRecord.id == id)
+        found = select(StoredChat).where(StoredChat.tenant == tenant, StoredChat.id == id)
         return await self._database.read(lambda session: session.scalar(found))
 
     async def page(
@@ -40,23 +40,23 @@ class ChatStore:
         ascending: bool,
         model: str | None,
         labels: Mapping[str, str],
-    ) -> Page[ChatRecord] | None:
+    ) -> Page[StoredChat] | None:
         """The tenant's completions of a model, with all these entries in their metadata; None if `after` is
         none of them. Names of entries are without quotes."""
-        wanted = [ChatRecord.tenant == tenant]
+        wanted = [StoredChat.tenant == tenant]
         if model is not None:
-            wanted.append(ChatRecord.model == model)
+            wanted.append(StoredChat.model == model)
         for name, value in labels.items():
-            wanted.append(func.json_extract(ChatRecord.labels, f'$."{name}"') == value)
+            wanted.append(func.json_extract(StoredChat.labels, f'$."{name}"') == value)
         return await self._database.read(
-            lambda session: page_of(session, ChatRecord, wanted, after, limit, ascending)
+            lambda session: page_of(session, StoredChat, wanted, after, limit, ascending)
         )
 
-    async def label(self, tenant: str, id: str, labels: Mapping[str, str]) -> ChatRecord | None:
+    async def label(self, tenant: str, id: str, labels: Mapping[str, str]) -> StoredChat | None:
         """Changes the metadata of a completion; None if there is none. Raises QuotaExceeded."""
 
-        def write(session: Session) -> ChatRecord | None:
-            found = session.scalar(select(ChatRecord).where(ChatRecord.tenant == tenant, ChatRecord.id == id))
+        def write(session: Session) -> StoredChat | None:
+            found = session.scalar(select(StoredChat).where(StoredChat.tenant == tenant, StoredChat.id == id))
             if found is not None:
                 found.labels = dict(labels)
                 self._quotas.check_kept(session, tenant)
@@ -68,7 +68,7 @@ class ChatStore:
         """Removes a completion; False if there is none."""
 
         def write(session: Session) -> bool:
-            found = session.scalar(select(ChatRecord).where(ChatRecord.tenant == tenant, ChatRecord.id == id))
+            found = session.scalar(select(StoredChat).where(StoredChat.tenant == tenant, StoredChat.id == id))
             if found is not None:
                 session.delete(found)
             return found is not None
@@ -79,9 +79,9 @@ class ChatStore:
         """Deletes some of what is older than this (Unix seconds); True where more may be left."""
 
         def write(session: Session) -> bool:
-            old = select(ChatRecord.number).where(ChatRecord.created <= int(before))
-            numbers = session.scalars(old.order_by(ChatRecord.created).limit(MOST_OLD_CHATS)).all()
-            session.execute(delete(ChatRecord).where(ChatRecord.number.in_(numbers)))
+            old = select(StoredChat.number).where(StoredChat.created <= int(before))
+            numbers = session.scalars(old.order_by(StoredChat.created).limit(MOST_OLD_CHATS)).all()
+            session.execute(delete(StoredChat).where(StoredChat.number.in_(numbers)))
             return len(numbers) == MOST_OLD_CHATS
 
         return await self._database.write(write)
