@@ -322,7 +322,6 @@ def test_the_oldest_turns_are_left_out_where_that_is_wanted(play: Play) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await world.client().responses.create(**same)
         assert refused.value.code == "context_length_exceeded"
-        await world.client().responses.create(**same, truncation="auto")
 
         def tokens(first: int) -> tuple[int, ...]:
             turns = [{"role": "system", "content": "Be brief."}]
@@ -330,8 +329,13 @@ def test_the_oldest_turns_are_left_out_where_that_is_wanted(play: Play) -> None:
                 [*turns, *({"role": "user", "content": one} for one in texts[first:])]
             )
 
-        fewest = next(first for first in range(1, 40) if len(tokens(first)) + 8 <= 2048)
-        assert 1 < fewest < 39 and world.submits()[-1].prompt == tokens(fewest)
+        cuts = set[int]()
+        for most in (8, 90, 170, 300, 1000, 1800):
+            await world.client().responses.create(**{**same, "max_output_tokens": most}, truncation="auto")
+            fewest = next(first for first in range(1, 40) if len(tokens(first)) + most <= 2048)
+            assert world.submits()[-1].prompt == tokens(fewest)
+            cuts.add(fewest)
+        assert len(cuts) > 4
         long: Any = {**same, "input": [*items, {"role": "user", "content": "abc " * 4000}]}
         with pytest.raises(openai.BadRequestError) as refused:
             await world.client().responses.create(**long, truncation="auto")
