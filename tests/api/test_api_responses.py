@@ -330,6 +330,7 @@ def test_the_oldest_turns_are_left_out_where_that_is_wanted(play: Play) -> None:
             )
 
         cuts = set[int]()
+        world.say("b")
         for most in (8, 90, 170, 300, 1000, 1800):
             await world.client().responses.create(**{**same, "max_output_tokens": most}, truncation="auto")
             fewest = next(first for first in range(1, 40) if len(tokens(first)) + most <= 2048)

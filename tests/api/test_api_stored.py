@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from sqlalchemy import update
 from test_api_responses import HELLO, PATH, checked, events_of, kinds
 
 from api_process import served
@@ -18,11 +19,11 @@ from coserve import tiny
 from coserve.core.request import Request
 from coserve.errors import PromptTooLong
 from coserve.serve.settings import ServerSettings
-from coserve.serve.store import responses
+from coserve.serve.store import database, responses
 from coserve.serve.store.records import ItemRecord, ResponseRecord
 from coserve.serve.store.store import Store
 from fake_engine import FakeEngine
-from serving import Play, World
+from serving import Play, World, world
 from waiting import until
 
 
@@ -193,7 +194,8 @@ def test_no_more_in_the_background_than_may_wait(play: Play) -> None:
     play(story, engine={"max_running": 2}, max_queue_tenant=4)
 
 
-def test_what_is_stored_survives_the_server(tmp_path: Path) -> None:
+@pytest.mark.slow  # two servers start
+def test_what_is_stored_survives_a_killed_server(tmp_path: Path) -> None:
     """Killed in the middle of an answer in the background, which the next server goes on with, in the next
     engine."""
     settings = ServerSettings(model=str(tiny.path()), state=tmp_path / "state", name="tiny")
@@ -239,6 +241,48 @@ def test_what_is_stored_survives_the_server(tmp_path: Path) -> None:
                 assert back["usage"]["input_tokens"] > done["usage"]["input_tokens"]
 
     asyncio.run(story())
+
+
+def test_a_server_goes_on_with_what_was_under_way(tmp_path: Path) -> None:
+    """In the background, with the same prompt; what cannot be gone on with fails with its reason."""
+
+    async def first(it: World) -> list[str]:
+        it.say("b")
+        one = await asked(it, "a", "b")
+        it.say("Hello", ends=False)
+        more: Any = {**HELLO, "background": True, "max_output_tokens": 1500}
+        begun = it.client().responses
+        made = await begun.create(**more, previous_response_id=one.id, tools=[], metadata={"a": "b"})
+        lost = await begun.create(**more)
+        await it.until(lambda: it.engine.steps > 10)
+        await it.app.state.responses.close()
+        body = '{"model": "gone", "background": true}'
+        change = update(ResponseRecord).where(ResponseRecord.id == lost.id).values(request=body)
+        await it.state.store._database.write(lambda session: session.execute(change))
+        return [one.id, made.id, lost.id]
+
+    async def second(it: World, ids: list[str]) -> None:
+        tokens = it.say("d")
+        client = it.client().responses
+        assert (await client.retrieve(ids[1])).status == "queued"
+        await it.app.state.responses.resume()
+        stream = await it.http.get(f"{PATH}/{ids[1]}?stream=true")
+        done = await client.retrieve(ids[1])
+        assert checked(events_of(stream.text))["id"] == done.id and done.metadata == {"a": "b"}
+        assert done.output_text == it.told(tokens) and done.previous_response_id == ids[0]
+        assert it.submits()[-1].prompt == it.state.text.chat(turns("a", "b", "Hello!"))
+        await it.http.get(f"{PATH}/{ids[2]}?stream=true")
+        failed = await client.retrieve(ids[2])
+        assert failed.status == "failed" and failed.error is not None and "gone" in failed.error.message
+        assert not await it.state.store.responses.unfinished()
+
+    async def both() -> None:
+        async with world(tmp_path, {}, {}) as it:
+            ids = await first(it)
+        async with world(tmp_path, {}, {}) as it:
+            await second(it, ids)
+
+    asyncio.run(both())
 
 
 def test_tenants_share_nothing(play: Play) -> None:
@@ -411,9 +455,10 @@ def test_what_is_old_goes(tmp_path: Path) -> None:
 
 
 def test_what_comes_before_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the number of responses in a line, of items, and of characters, before any of them is read."""
+    """By the number of responses in a line, of items, and of characters, before any of them is read."""
     monkeypatch.setattr(responses, "MOST_EARLIER", 4)
     monkeypatch.setattr(responses, "MOST_EARLIER_CHARACTERS", 100)
+    monkeypatch.setattr(database, "MOST_PAGED", 50)
 
     async def story(store: Store) -> None:
         await store.tenants.create_key("ann")
@@ -433,6 +478,13 @@ def test_what_comes_before_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
             ]
             await store.responses.add(row, items)
         assert len(await store.responses.context(ann, None, "few") or ()) == 4
+        assert len(await store.responses.named(ann, ["few 1"] * 4)) == 1
+        with pytest.raises(PromptTooLong):
+            await store.responses.named(ann, ["few 1"] * 5)
+        page = await store.responses.page(ann, None, 100, True, conversation="few")
+        assert page is not None and len(page.records) == 2 and page.has_more
+        last = await store.responses.page(ann, "few 2", 100, True, conversation="few")
+        assert last is not None and [row.id for row in last.records] == ["few 3"] and not last.has_more
         for conversation in ("many", "large"):
             with pytest.raises(PromptTooLong, match="What was said before"):
                 await store.responses.context(ann, None, conversation)

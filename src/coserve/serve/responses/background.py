@@ -155,7 +155,8 @@ class ResponseRuns:
                 await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _end(self, row: ResponseRecord, writer: ResponseWriter) -> None:
-        await self._state.store.responses.end(*ended(row, writer))
+        made = await self._state.bodies.run(row.tenant, ended, row, writer)
+        await self._state.store.responses.end(*made)
 
 
 def _body_of(request: str, items: Sequence[str]) -> ResponseRequest:

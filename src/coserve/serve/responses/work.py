@@ -78,7 +78,7 @@ class ResponseWork:
         """Stores a response that has ended."""
         if self.row is None:
             return
-        row, made = ended(self.row, self.writer)
+        row, made = await state.bodies.run(self.tenant.id, ended, self.row, self.writer)
         if row.request is not None:
             await state.store.responses.end(row, made)
         else:

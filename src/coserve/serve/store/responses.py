@@ -105,11 +105,7 @@ class ResponseStore:
                 wanted.append(ItemRecord.response.in_(line))
             size = func.coalesce(func.sum(func.length(ItemRecord.item)), 0)
             count, characters = session.execute(select(func.count(), size).where(*wanted)).one()
-            if count > MOST_EARLIER or characters > MOST_EARLIER_CHARACTERS:
-                raise PromptTooLong(
-                    f"What was said before has {count} items and {characters} characters; a request may have "
-                    f"{MOST_EARLIER} and {MOST_EARLIER_CHARACTERS}: begin anew, or compact it."
-                )
+            _check(count, characters)
             found = select(ItemRecord.item).where(*wanted).order_by(ItemRecord.number)
             return tuple(session.scalars(found))
 
@@ -132,11 +128,18 @@ class ResponseStore:
         return [one.id for one in found]
 
     async def named(self, tenant: str, ids: Sequence[str]) -> Mapping[str, str]:
-        """The tenant's items with these ids, as JSON."""
-        found = select(ItemRecord.id, ItemRecord.item).where(
-            ItemRecord.tenant == tenant, ItemRecord.id.in_(ids)
-        )
-        return await self._database.read(lambda session: {one.id: one.item for one in session.execute(found)})
+        """The tenant's items with these ids, as JSON. Raises PromptTooLong where they, each as often as it is
+        named, are more than a request may have."""
+        own = ItemRecord.tenant == tenant, ItemRecord.id.in_(ids)
+
+        def read(session: Session) -> Mapping[str, str]:
+            sized = select(ItemRecord.id, func.length(ItemRecord.item)).where(*own)
+            sizes: dict[str, int] = dict(session.execute(sized).tuples().all())
+            _check(len(ids), sum(sizes.get(id, 0) for id in ids))
+            found = select(ItemRecord.id, ItemRecord.item).where(*own)
+            return dict(session.execute(found).tuples().all())
+
+        return await self._database.read(read)
 
     async def page(
         self,
@@ -155,7 +158,9 @@ class ResponseStore:
         else:
             wanted.append(ItemRecord.conversation == conversation)
         return await self._database.read(
-            lambda session: page_of(session, ItemRecord, wanted, after, limit, ascending)
+            lambda session: page_of(
+                session, ItemRecord, wanted, after, limit, ascending, func.length(ItemRecord.item)
+            )
         )
 
     async def converse(self, row: ConversationRecord, items: Sequence[ItemRecord]) -> None:
@@ -240,6 +245,15 @@ class ResponseStore:
             return bool(ids)  # what they went on with is the next turn's
 
         return await self._database.write(write)
+
+
+def _check(count: int, characters: int) -> None:
+    """Raises PromptTooLong for more items than a request may have."""
+    if count > MOST_EARLIER or characters > MOST_EARLIER_CHARACTERS:
+        raise PromptTooLong(
+            f"What was said before has {count} items and {characters} characters; a request may have "
+            f"{MOST_EARLIER} and {MOST_EARLIER_CHARACTERS}: begin anew, or compact it."
+        )
 
 
 def _is(tenant: str, id: str) -> tuple[ColumnElement[bool], ...]:

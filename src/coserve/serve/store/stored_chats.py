@@ -48,8 +48,9 @@ class ChatStore:
             wanted.append(StoredChat.model == model)
         for name, value in labels.items():
             wanted.append(func.json_extract(StoredChat.labels, f'$."{name}"') == value)
+        size = func.length(StoredChat.body) + func.length(StoredChat.messages)
         return await self._database.read(
-            lambda session: page_of(session, StoredChat, wanted, after, limit, ascending)
+            lambda session: page_of(session, StoredChat, wanted, after, limit, ascending, size)
         )
 
     async def label(self, tenant: str, id: str, labels: Mapping[str, str]) -> StoredChat | None:
