@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from sqlalchemy import update
+from sqlalchemy import func, select, update
 from test_api_responses import HELLO, PATH, checked, events_of, kinds
 
 from api_process import served
@@ -20,7 +20,7 @@ from coserve.core.request import Request
 from coserve.errors import PromptTooLong
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store import database, responses
-from coserve.serve.store.records import ItemRecord, ResponseRecord
+from coserve.serve.store.records import ConversationRecord, ItemRecord, ResponseRecord
 from coserve.serve.store.store import Store
 from fake_engine import FakeEngine
 from serving import Play, World, world
@@ -172,6 +172,15 @@ def test_a_response_in_the_background(play: Play) -> None:
             await client.retrieve(gone.id)
         await world.until(lambda: not world.engine.running)
         assert not await world.state.store.responses.unfinished()
+        # A conversation that is deleted meanwhile keeps nothing of it.
+        made = await client.create(**same, conversation=conversation.id)
+        await world.client().conversations.delete(conversation.id)
+        world.say("Bye.")
+        await world.http.get(f"{PATH}/{made.id}?stream=true")
+        assert len((await client.input_items.list(made.id)).data) == 1
+        await client.delete(made.id)
+        left = select(func.count()).where(ItemRecord.conversation == conversation.id)
+        assert await world.state.store._database.read(lambda session: session.scalar(left)) == 0
 
     play(story)
 
@@ -429,6 +438,7 @@ def test_what_is_old_goes(tmp_path: Path) -> None:
             items = [ItemRecord(f"item {id}", ann, '"x"', id, belongs[1], False)]
             await store.responses.add(row, items)
 
+        await store.responses.converse(ConversationRecord("c", ann, 10, {}), [])
         await add("old", 10)
         await add("line 1", 10)
         await add("line 2", 20, "line 1")
@@ -471,6 +481,7 @@ def test_what_comes_before_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
             with pytest.raises(PromptTooLong, match="responses come before"):
                 await store.responses.context(ann, id, None)
         for conversation, count, size in (("few", 4, 25), ("many", 5, 1), ("large", 2, 51)):
+            await store.responses.converse(ConversationRecord(conversation, ann, 1, {}), [])
             row = ResponseRecord(conversation, ann, 1, "completed", "{}", None, conversation)
             items = [
                 ItemRecord(f"{conversation} {number}", ann, "é" * size, conversation, conversation, True)

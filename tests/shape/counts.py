@@ -145,7 +145,7 @@ def counted() -> list[Count]:
         # methods, 2,250 tools and reasoning, 360 Anthropic's dialect, 2,690 responses,
         # conversations and stored completions.
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 35_565, 28_000),
-        Count("lines of the package", lines(), 106_317, 82_000),
+        Count("lines of the package", lines(), 106_330, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),

@@ -37,6 +37,7 @@ class ResponseStore:
 
         def write(session: Session) -> None:
             session.add(row)
+            _join(session, row, items)
             session.add_all(items)
             if row.status in UNDER_WAY:
                 self._quotas.check_kept(session, row.tenant)
@@ -52,8 +53,10 @@ class ResponseStore:
             if found is None:
                 return False
             found.status, found.body, found.request = row.status, row.body, None
-            of_input = update(ItemRecord).where(ItemRecord.response == row.id)
-            session.execute(of_input.values(conversation=row.conversation))
+            of_input = session.scalars(select(ItemRecord).where(ItemRecord.response == row.id)).all()
+            for item in of_input:
+                item.conversation = row.conversation
+            _join(session, row, [*of_input, *output])
             session.add_all(output)
             return True
 
@@ -245,6 +248,16 @@ class ResponseStore:
             return bool(ids)  # what they went on with is the next turn's
 
         return await self._database.write(write)
+
+
+def _join(session: Session, row: ResponseRecord, items: Sequence[ItemRecord]) -> None:
+    """Takes items out of a conversation that has been deleted while their response was made."""
+    if row.conversation is None:
+        return
+    own = _is(row.tenant, row.conversation)
+    if session.scalar(select(ConversationRecord.id).where(*own)) is None:
+        for item in items:
+            item.conversation = None
 
 
 def _check(count: int, characters: int) -> None:
