@@ -7,6 +7,7 @@ from typing import Any
 
 CHAT, TEXT, JOB = "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/jobs"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 Body = tuple[str, bytes]  # path, JSON
 
 
@@ -53,6 +54,25 @@ def _ids(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     return TEXT, text(prompt=draw.choice([ids, [ids], [ids[: len(ids) // 128 or 1]] * 128]))
 
 
+def _items(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    item: dict[str, Any] = draw.choice([
+        {"role": "user", "content": [{"type": "input_text", "text": ""}] * 256},
+        {"role": "assistant", "content": "a b"},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}" * 50},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "YWFh" * 50},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}] * 200},
+        {"type": "item_reference", "id": "msg_0"},
+        {"type": "web_search_call", "action": {"a": [0] * 50}},
+        {"type": "compaction", "encrypted_content": "é"},
+    ])  # fmt: skip
+    items = [item] * draw.choice([20, 2000, nbytes // len(json.dumps(item))])
+    if draw.random() < 0.2:
+        return CONVERSATIONS, {"items": items}
+    more = draw.choice([{}, {"truncation": "auto"}, {"instructions": "x" * (nbytes // 4)}, {"store": False}])
+    return RESPONSES, {"model": "tiny", "input": items, "max_output_tokens": 1, **more}
+
+
 def _unknown(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     path, start = draw.choice([
         (CHAT, chat()), (TEXT, text()), (MESSAGES, chat()), (JOB, {"model": "tiny", "training_file": "f"}),
@@ -65,6 +85,7 @@ def _unknown(draw: random.Random, nbytes: int) -> tuple[str, Any]:
 def _keys(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     path, name = draw.choice([
         (CHAT, "logit_bias"), (CHAT, "metadata"), (CHAT, "prediction"), (CHAT, "response_format"),
+        (RESPONSES, "metadata"), (RESPONSES, "tools"), (RESPONSES, "text"), (RESPONSES, "input"),
         (MESSAGES, "metadata"), (MESSAGES, "tools"), (MESSAGES, "thinking"), (MESSAGES, "cache_control"),
     ])  # fmt: skip
     named = {f"{i}": draw.choice([0, "x", None]) for i in range(nbytes // 12)}
@@ -74,7 +95,9 @@ def _keys(draw: random.Random, nbytes: int) -> tuple[str, Any]:
 def _nested(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     one, other = draw.choice([(b"[", b"]"), (b'{"a":', b"}")])
     depth = draw.choice([900, nbytes // (len(one) + 1)])
-    path, name = draw.choice([(CHAT, b"prediction"), (MESSAGES, b"tools")])
+    path, name = draw.choice(
+        [(CHAT, b"prediction"), (MESSAGES, b"tools"), (RESPONSES, b"tools"), (RESPONSES, b"input")]
+    )
     start = json.dumps(chat()).encode()[:-1] + b',"' + name + b'":'
     return path, start + one * depth + b"0" + other * depth + b"}"
 
@@ -97,5 +120,5 @@ def _cut(draw: random.Random, nbytes: int) -> tuple[str, Any]:
 
 
 KINDS: list[Callable[[random.Random, int], tuple[str, Any]]] = [
-    _parts, _messages, _long, _prompts, _ids, _unknown, _keys, _nested, _schema, _cut,
+    _parts, _messages, _items, _long, _prompts, _ids, _unknown, _keys, _nested, _schema, _cut,
 ]  # fmt: skip

@@ -66,7 +66,7 @@ TRACKERS = {f"coserve.serve.reporting.{name}" for name in REPORTERS}
 
 
 # Routes translate bodies into calls and answers out of them; nothing behind them knows a dialect.
-DIALECTS = tuple(f"coserve.serve.{room}" for room in ("routes", "schema", "tinker", "anthropic"))
+DIALECTS = tuple(f"coserve.serve.{room}" for room in ("routes", "schema", "tinker", "anthropic", "responses"))
 BEHIND = ("coserve.serve.answering", "coserve.serve.engine")
 
 

@@ -20,7 +20,21 @@ from coserve.serve.http.quotas import RequestRate, UploadRoom
 from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.http.revocation import Revocation
 from coserve.serve.http.shedding import ConcurrencyLimit
-from coserve.serve.routes import adapters, chat, completions, docs, files, health, jobs, models, transfers
+from coserve.serve.responses import conversations
+from coserve.serve.responses import routes as responses
+from coserve.serve.responses.background import ResponseRuns
+from coserve.serve.routes import (
+    adapters,
+    chat,
+    completions,
+    docs,
+    files,
+    health,
+    jobs,
+    models,
+    stored_chats,
+    transfers,
+)
 from coserve.serve.state import State
 from coserve.serve.tinker import routes as tinker
 from coserve.serve.tinker.dialect import Dialect
@@ -29,7 +43,13 @@ _FORM_BYTES = 2 * 2**20  # around the large file in an upload
 _UPLOADS = ("/v1/files", "/v1/adapters")
 # Requests that create something and have no number of their own, by which to know one that comes again.
 CREATING = (*_UPLOADS, "/v1/load_lora_adapter", "/v1/fine_tuning/jobs", "/api/v1/create_session")
-STREAMED = ("/v1/chat/completions", "/v1/completions", anthropic.MESSAGES)  # requests for text
+STREAMED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    anthropic.MESSAGES,
+    responses.RESPONSES,
+)  # requests for text
+_LARGE = anthropic.COUNT_TOKENS, responses.COMPACT, responses.COUNT
 
 
 # Forms of errors below these paths; elsewhere they are OpenAI's.
@@ -51,9 +71,23 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     )
     app.state.coserve, settings = state, state.settings
     errors.install(app)
-    for room in (chat, completions, anthropic, models, adapters, transfers, files, jobs, health, docs):
+    rooms = (
+        chat,
+        stored_chats,
+        completions,
+        anthropic,
+        responses,
+        conversations,
+        models,
+        adapters,
+        transfers,
+        files,
+        jobs,
+    )
+    for room in (*rooms, health, docs):
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
+    app.state.responses = ResponseRuns(state)
     app.state.tinker = Dialect(state, clock)
     for router in tinker.ROUTERS:
         app.include_router(router)
@@ -61,7 +95,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     def body_limit(path: str) -> int:
         if path in _UPLOADS:
             return settings.max_file_bytes + _FORM_BYTES
-        is_large = path in (*STREAMED, anthropic.COUNT_TOKENS, *tinker.LARGE)
+        is_large = path in (*STREAMED, *_LARGE, *tinker.LARGE)
         return MOST_BODY_BYTES if is_large else MOST_SMALL_BODY_BYTES
 
     rates = TokenBuckets(settings.max_requests_minute, clock)

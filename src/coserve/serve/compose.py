@@ -62,7 +62,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         reporting = Reporting(settings, store)
         await _wire(state, reporting)
         try:
-            async with _running(link), _sweeping(store, settings.keep_days):
+            async with _running(link), _sweeping(store, settings):
                 yield state
         finally:
             await reporting.close()
@@ -141,9 +141,9 @@ async def _wire(state: State, reporting: Reporting) -> None:
 
 
 @asynccontextmanager
-async def _sweeping(store: Store, days: float) -> AsyncIterator[None]:
-    """Context in which records are deleted that ended so many days ago (0: none is), files that have expired,
-    and idempotency keys that are too old."""
+async def _sweeping(store: Store, settings: ServerSettings) -> AsyncIterator[None]:
+    """Context in which records are deleted that ended as many days ago as the settings say (0: none is),
+    files that have expired, and idempotency keys that are too old."""
 
     async def sweep() -> None:
         more = False
@@ -151,8 +151,13 @@ async def _sweeping(store: Store, days: float) -> AsyncIterator[None]:
             await asyncio.sleep(_NEXT_SWEEP if more else _SWEEP)
             try:
                 more = await store.expire_files() | await store.creations.sweep()
-                if days:
-                    more |= await store.retention.sweep(time.time() - days * 86400)
+                for sweep_old, days in (
+                    (store.retention.sweep, settings.keep_days),
+                    (store.responses.sweep, settings.keep_responses_days),
+                    (store.chats.sweep, settings.keep_responses_days),
+                ):
+                    if days:
+                        more |= await sweep_old(time.time() - days * 86400)
             except CoserveError as error:  # such as a full disk: the next turn tries again
                 log.warning("old records could not be deleted: %s", error)
 

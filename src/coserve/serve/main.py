@@ -55,7 +55,9 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
         _allow_files(limits.most + _OTHER_FILES)
         shedder = LoadShedder(state.queue, STREAMED)
         own = socket.socket(fileno=start.listen_fd)
-        listener = Listener(create_app(state), own, limits, shedder, error_shape_of)
+        app = create_app(state)
+        await app.state.responses.resume()
+        listener = Listener(app, own, limits, shedder, error_shape_of)
         serving = asyncio.create_task(listener.run())
         await listener.started()
         beating = asyncio.create_task(_beat(pipes))
@@ -68,6 +70,7 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
             await drain(state)
             listener.stop()
         await serving
+        await app.state.responses.close()
         beating.cancel()
 
 

@@ -94,6 +94,12 @@ class ServerSettings:
         str | None,
         Flag("How the model writes calls of tools, where its chat template does not tell.", "NAME"),
     ] = None
+    ignore_hosted_tools: Annotated[
+        bool,
+        Flag(
+            "Leave out tools of /v1/responses that are no functions, such as web_search: refused otherwise."
+        ),
+    ] = False
     max_queue: _Count = 1024  # requests waiting, of all tenants; more are answered 429
     max_queue_tenant: _Count = 256  # requests waiting, of one tenant
     max_requests_minute: _Limit = 30_000  # of one tenant to /v1, as many at once; 0: any number
@@ -103,6 +109,9 @@ class ServerSettings:
     max_records_tenant: _Count = 1_000_000  # of one tenant: jobs, events, sessions, samplers, checkpoints
     # For records of ended jobs without a model and unused sessions; 0: for ever.
     keep_days: Annotated[float, Range(0)] = 90.0
+    keep_responses_days: Annotated[float, Range(0)] = (
+        30.0  # and chat completions that are stored; 0: for ever
+    )
     max_idempotency_keys: _Count = 10_000  # of one tenant that are remembered; then the oldest is forgotten
     idempotency_seconds: _Seconds = 86_400.0  # for which a key of a request that created something is known
     max_jobs_tenant: _Count = 100  # jobs of one tenant that are not over

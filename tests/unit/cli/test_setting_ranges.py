@@ -29,6 +29,7 @@ RANGES: Final = {
         "max_bytes_tenant": _COUNT,
         "max_records_tenant": _COUNT,
         "keep_days": _FROM_0,
+        "keep_responses_days": _FROM_0,
         "max_idempotency_keys": _COUNT,
         "idempotency_seconds": _ABOVE_0,
         "max_jobs_tenant": _COUNT,

@@ -1,6 +1,6 @@
 """HTTP replies: answers as a stream or whole, in the format of a dialect."""
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
@@ -43,23 +43,35 @@ class AnswerFormat(Protocol):
         ...
 
 
-async def reply(request: Request, state: State, call: Call, shape: AnswerFormat) -> Response:
-    """The HTTP response to a call; cancels its work when the client disconnects.
+Keep = Callable[[CallUsage], Awaitable[None]]
+
+
+async def reply(
+    request: Request, state: State, call: Call, shape: AnswerFormat, keep: Keep | None = None
+) -> Response:
+    """The HTTP response to a call; cancels its work when the client disconnects. `keep` is awaited once all
+    answers are complete and `shape` has read them, before the client is told so.
 
     A stream's headers wait for its first piece, so that earlier errors have their own status.
     """
     pieces = answer(state, call)
     try:
         if not shape.streams:
-            return await unless_gone(request.receive, _whole(state, pieces, call, shape))
+            return await unless_gone(request.receive, _whole(state, pieces, call, shape, keep))
         first = await unless_gone(request.receive, anext(pieces))
     except ClientGone:
         return Response(status_code=_GONE)
-    return EventStream(_events(request, state, first, pieces, call, shape), pieces)
+    return EventStream(_events(request, state, first, pieces, call, shape, keep), pieces)
 
 
 async def _events(
-    request: Request, state: State, first: AnswerPiece, rest: PieceStream, call: Call, shape: AnswerFormat
+    request: Request,
+    state: State,
+    first: AnswerPiece,
+    rest: PieceStream,
+    call: Call,
+    shape: AnswerFormat,
+    keep: Keep | None,
 ) -> AsyncGenerator[bytes, None]:
     count, cached, pause = 0, [0] * len(call), Pause()
     try:
@@ -74,10 +86,13 @@ async def _events(
                 while part := await state.bodies.run(call.tenant.id, next, pieces, b""):
                     yield part
             await pause()  # pieces that are there already would be sent in one turn of the loop
+        usage = CallUsage.of(call, count, cached)
+        if keep is not None:
+            await keep(usage)
     except CoserveError as error:  # the status is sent already: only an error event can follow
         yield error_shape(request.scope).event(ApiError.of(error), request.scope)
     else:
-        yield b"".join(shape.ending(CallUsage.of(call, count, cached)))
+        yield b"".join(shape.ending(usage))
 
 
 async def _ahead(first: AnswerPiece, rest: PieceStream) -> AsyncGenerator[AnswerPiece, None]:
@@ -86,11 +101,16 @@ async def _ahead(first: AnswerPiece, rest: PieceStream) -> AsyncGenerator[Answer
         yield piece
 
 
-async def _whole(state: State, pieces: PieceStream, call: Call, shape: AnswerFormat) -> Response:
+async def _whole(
+    state: State, pieces: PieceStream, call: Call, shape: AnswerFormat, keep: Keep | None
+) -> Response:
     answers = await whole_answers(pieces, len(call))
     usage = CallUsage.of(call, sum(len(one.tokens) for one in answers), [one.cached for one in answers])
     is_small = sum(map(shape.size, answers)) <= SMALL
     told = _written(shape, answers, usage)
+    if keep is not None:
+        told = iter(await state.bodies.run(call.tenant.id, list, told))
+        await keep(usage)
     if is_small:
         return Response(b"".join(told), media_type="application/json")
     return await pieced(state.bodies, call.tenant.id, told, "application/json")

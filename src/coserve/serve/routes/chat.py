@@ -10,13 +10,14 @@ from coserve.serve.answering.answers import AnswerPiece
 from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.answering.cost import RequestSize
 from coserve.serve.answering.logprobs import LogprobWriter
-from coserve.serve.answering.replies import reply
+from coserve.serve.answering.replies import join, reply
 from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson
 from coserve.serve.routes.chat_bodies import chat_of
 from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of, usage_of
+from coserve.serve.routes.stored_chats import stored_chat
 from coserve.serve.schema.chat import ChatCompletion, ChatRequest
 from coserve.serve.schema.common import JsonObject
 from coserve.serve.state import Shared
@@ -53,7 +54,16 @@ async def create_chat_completion(
             max_tokens_name="max_completion_tokens" if body.max_tokens is None else "max_tokens",
         ),
     )
-    return await reply(request, state, call, _ChatFormat(body, call, builder.hello, state.logprobs))
+    shape = _ChatFormat(body, call, builder.hello, state.logprobs)
+    if not body.store:
+        return await reply(request, state, call, shape)
+    await state.store.chats.check_room(caller.id)
+
+    async def keep(usage: CallUsage) -> None:
+        row = await state.bodies.run(caller.id, stored_chat, body, caller.id, shape.told, usage)
+        await state.store.chats.add(row)
+
+    return await reply(request, state, call, shape, keep)
 
 
 class _ChatFormat(ChoicesFormat):
@@ -62,6 +72,9 @@ class _ChatFormat(ChoicesFormat):
         super().__init__(body, call, hello, kind)
         self._writer, self._has_begun = writer, False
         self._readers = [call.markup.reader() for _ in range(len(call))]
+        self._keeps = bool(body.store)
+        self._pieces: list[list[AnswerPiece]] = [[] for _ in range(len(call))]  # where it keeps them
+        self._said: list[list[Delta]] = [[] for _ in range(len(call))]
 
     def size(self, piece: AnswerPiece) -> int:
         return len(piece.tokens) * (1 + piece.scores.width)
@@ -74,38 +87,26 @@ class _ChatFormat(ChoicesFormat):
         yield {"choices": [{"delta": delta, "logprobs": self._logprobs(piece), **self._choice(piece)}]}
 
     def whole(self, answers: list[AnswerPiece], usage: CallUsage) -> JsonObject:
+        return self._whole([(piece, self._deltas(piece)) for piece in answers], usage)
+
+    def told(self, usage: CallUsage) -> JsonObject:
+        """The whole reply of what has been told of it, where the body wants it stored."""
+        read = [(join(pieces), said) for pieces, said in zip(self._pieces, self._said, strict=True)]
+        return {**self._whole(read, usage), "object": "chat.completion"}
+
+    def _whole(self, answers: Sequence[tuple[AnswerPiece, Sequence[Delta]]], usage: CallUsage) -> JsonObject:
         choices = [
-            {
-                "message": self._message(piece),
-                "logprobs": self._logprobs(piece),
-                **self._choice(piece),
-            }
-            for piece in answers
+            {"message": message_of(said), "logprobs": self._logprobs(piece), **self._choice(piece)}
+            for piece, said in answers
         ]
         return {**self.common, "choices": choices, "usage": usage_of(usage), **self._prompt_ids()}
 
     def _deltas(self, piece: AnswerPiece) -> list[Delta]:
-        return self._readers[piece.index].push(piece.text, piece.finish is not None)
-
-    def _message(self, piece: AnswerPiece) -> JsonObject:
-        said, thought, calls = joined(self._deltas(piece))
-        message: JsonObject = {
-            "role": "assistant",
-            "content": said if said or not calls else None,
-            "refusal": None,
-        }
-        if thought:
-            message["reasoning_content"] = thought
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in calls
-            ]
-        return message
+        deltas = self._readers[piece.index].push(piece.text, piece.finish is not None)
+        if self._keeps:
+            self._pieces[piece.index].append(piece)
+            self._said[piece.index] += deltas
+        return deltas
 
     def _choice(self, piece: AnswerPiece) -> JsonObject:
         """As `choice`, once the piece has been read."""
@@ -127,6 +128,24 @@ class _ChatFormat(ChoicesFormat):
             return None
         count = len(piece.starts)  # those of the text: the token that ends an answer is not told
         return self._writer.chat(piece.tokens[:count], piece.scores.rows(0, count))
+
+
+def message_of(deltas: Sequence[Delta]) -> JsonObject:
+    """The message that these deltas make."""
+    said, thought, calls = joined(deltas)
+    message: JsonObject = {
+        "role": "assistant",
+        "content": said if said or not calls else None,
+        "refusal": None,
+    }
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
 
 
 def delta_of(deltas: Sequence[Delta]) -> JsonObject:

@@ -9,7 +9,7 @@ from coserve.serve.adapter_registry.registry import base_warning, remove_adapter
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
-from coserve.serve.schema.models import ModelCard, ModelDeleted, ModelList
+from coserve.serve.schema.models import CodexModel, ModelCard, ModelDeleted, ModelList
 from coserve.serve.state import Shared, State
 
 router = APIRouter(tags=["Models"])
@@ -17,10 +17,14 @@ router = APIRouter(tags=["Models"])
 
 @router.get("/v1/models", response_model=ModelList, responses=error_responses(), summary="List models")
 async def list_models(caller: Caller, state: Shared) -> Response:
-    """The base models, mostly one, and the adapters that the caller may use: its own, and the shared ones."""
+    """The base models, mostly one, and the adapters that the caller may use: its own, and the shared ones.
+    `models` tells the same to Codex, in its own terms."""
     models = await state.catalog.list(caller)
     shown = [WrittenJson(written_later(_described, state, model)) for model in models]
-    return await json_reply(state.bodies, caller.id, {"object": "list", "data": shown})
+    codex = [
+        WrittenJson(written_later(_for_codex, state, model, place)) for place, model in enumerate(models)
+    ]
+    return await json_reply(state.bodies, caller.id, {"object": "list", "data": shown, "models": codex})
 
 
 @router.get("/v1/models/{model:path}", responses=error_responses(404), summary="Retrieve a model")
@@ -42,6 +46,17 @@ def _described(state: State, model: Model) -> ModelCard:
     """A model's card with its warning, which is read from a file the first time."""
     warning = None if model.adapter is None else base_warning(state, model.adapter)
     return card_of(state, model).model_copy(update={"warning": warning})
+
+
+def _for_codex(state: State, model: Model, place: int) -> CodexModel:
+    """A model as Codex reads it."""
+    hello = state.link.hello
+    return CodexModel(
+        slug=model.name,
+        display_name=model.name,
+        priority=place,
+        context_window=None if hello is None else hello.of(model.base_id).positions,
+    )
 
 
 def card_of(state: State, model: Model) -> ModelCard:

@@ -170,8 +170,8 @@ class ChatRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     response_format: ResponseFormat | None = None
-    metadata: Metadata | None = Field(None, description="Accepted, not used.")
-    store: bool | None = Field(None, description="Accepted; nothing is kept.")
+    metadata: Metadata | None = Field(None, description="Kept with a completion that is stored.")
+    store: bool | None = Field(None, description="Whether the completion is kept; false.")
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = Field(
         None, description="Tools that the answer may call, where the model's chat template writes calls."
     )
@@ -328,3 +328,33 @@ class ChatChunk(BaseModel):
     system_fingerprint: str
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+
+
+class CompletionUpdate(RequestBody):
+    metadata: Metadata | None
+
+
+class CompletionDeleted(BaseModel):
+    id: str
+    object: Literal["chat.completion.deleted"] = "chat.completion.deleted"
+    deleted: bool = True
+
+
+class CompletionList(BaseModel):
+    """Stored completions."""
+
+    object: Literal["list"] = "list"
+    data: list[ChatCompletion]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class StoredMessages(BaseModel):
+    """Messages that a stored completion answers, each with an id."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

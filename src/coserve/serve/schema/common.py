@@ -95,6 +95,16 @@ def _is_deep(value: Any) -> bool:
     return bool(level)
 
 
+def tier_of(asked: str | None) -> Tier:
+    """A service tier of OpenAI's, by coserve's three names."""
+    match asked:
+        case "priority" | "fast":
+            return "priority"
+        case "flex":
+            return "flex"
+    return "default"
+
+
 class RequestBody(BaseModel):
     """Base of requests' bodies: unknown fields are an error, and a number is not a string.
 
@@ -180,12 +190,7 @@ class Generation(RequestBody):
     @property
     def tier(self) -> Tier:
         """The requested service tier, by coserve's three names."""
-        match self.service_tier:
-            case "priority" | "fast":
-                return "priority"
-            case "flex":
-                return "flex"
-        return "default"
+        return tier_of(self.service_tier)
 
     @property
     def includes_usage(self) -> bool:

@@ -1,11 +1,16 @@
 """`/v1/models`, and vLLM's endpoints for adapters."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, Field, StringConstraints
 
 from coserve.serve.answering.cost import LONGEST_NAME
 from coserve.serve.schema.common import RequestBody
+
+CODEX_INSTRUCTIONS: Final = (
+    "You are a coding agent in the user's terminal. Read files before you change them, use the tools that "
+    "you are given, and say in the end what you did."
+)
 
 
 class ModelCard(BaseModel):
@@ -28,9 +33,43 @@ class ModelCard(BaseModel):
     )
 
 
+class CodexTruncation(BaseModel):
+    """The part of a call's output that Codex keeps."""
+
+    mode: Literal["bytes", "tokens"] = "bytes"
+    limit: int = 10_000
+
+
+class CodexModel(BaseModel):
+    """A model in the terms of Codex (`codex_protocol::openai_models::ModelInfo`), which lists
+    it in its picker. A field without a value says that the model has no such thing."""
+
+    slug: str
+    display_name: str
+    description: str | None = None
+    default_reasoning_level: str | None = None
+    supported_reasoning_levels: list[str] = []
+    shell_type: Literal["shell_command"] = "shell_command"
+    visibility: Literal["list"] = "list"
+    supported_in_api: bool = True
+    priority: int
+    upgrade: None = None
+    base_instructions: str = CODEX_INSTRUCTIONS
+    supports_reasoning_summaries: bool = False
+    support_verbosity: bool = False
+    default_verbosity: None = None
+    apply_patch_tool_type: None = None
+    truncation_policy: CodexTruncation = CodexTruncation()
+    supports_parallel_tool_calls: bool = True
+    context_window: int | None
+    experimental_supported_tools: list[str] = []
+    input_modalities: list[Literal["text"]] = ["text"]
+
+
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    models: list[CodexModel] = Field(description="The same for Codex.")
 
 
 class ModelDeleted(BaseModel):

@@ -9,6 +9,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -30,6 +31,7 @@ BUSY_SECONDS: Final = 10  # what a process waits for another that writes
 # KiB of the file that each connection keeps in memory; the system keeps it as well. SQLite's own 2,000 each
 # let a server grow by 6.6 KiB a job, and would up to 10 MB.
 CACHE_KIB: Final = 256
+MOST_PAGED: Final = 8 * 2**20  # characters of the rows of one page
 
 
 class Database:
@@ -83,9 +85,10 @@ def page_of(
     after: str | None,
     limit: int,
     ascending: bool = False,
+    size: ColumnElement[int] | None = None,
 ) -> Page[Listed] | None:
     """At most `limit` rows that meet all conditions, the newest first unless `ascending`, after the row with
-    the id `after`.
+    the id `after`. Of rows that have a `size` in characters there are no more than fit a page, and one.
 
     None if no such row has that id.
     """
@@ -96,6 +99,10 @@ def page_of(
             return None
         query = query.where(kind.number > at if ascending else kind.number < at)
     query = query.order_by(kind.number if ascending else kind.number.desc()).limit(limit + 1)
+    if size is not None:
+        sizes = accumulate(session.scalars(query.with_only_columns(size)))
+        limit = min(limit, max(sum(total <= MOST_PAGED for total in sizes), 1))
+        query = query.limit(limit + 1)
     rows = session.scalars(query).all()
     return Page(tuple(rows[:limit]), len(rows) > limit)
 

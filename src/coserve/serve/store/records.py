@@ -344,6 +344,59 @@ class Creation(Record):
     reply: Mapped[str | None] = mapped_column(default=None)
 
 
+class ResponseRecord(Record):
+    """A response. `body` is its JSON, and `previous` the id of the one that it goes on with. `request` is
+    the JSON of the body that asked for it, without its items, of one that is under way in the background."""
+
+    __tablename__ = "responses"
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    created: Mapped[int] = mapped_column(index=True)
+    status: Mapped[str] = mapped_column(index=True)
+    body: Mapped[str]
+    previous: Mapped[str | None] = mapped_column(default=None, index=True)
+    conversation: Mapped[str | None] = mapped_column(default=None)
+    request: Mapped[str | None] = mapped_column(default=None)
+
+
+class ConversationRecord(Record):
+    """A conversation, which is a list of items."""
+
+    __tablename__ = "conversations"
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    created: Mapped[int]
+    labels: Mapped[dict[str, str]] = mapped_column("metadata")
+
+
+class ItemRecord(Record):
+    """An item (`item` is its JSON) of a response, whose request it is of unless it is `output`, or of a
+    conversation, or of both."""
+
+    __tablename__ = "response_items"
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    item: Mapped[str]
+    response: Mapped[str | None] = mapped_column(index=True)
+    conversation: Mapped[str | None] = mapped_column(index=True)
+    output: Mapped[bool]
+
+
+class StoredChat(Record):
+    """A chat completion that is kept: `body` and `messages` are the JSON of the reply and of the request's
+    messages."""
+
+    __tablename__ = "chat_completions"
+    __table_args__ = (Index("chat_completions_of_tenant", "tenant", "number"),)
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    created: Mapped[int] = mapped_column(index=True)
+    model: Mapped[str]
+    body: Mapped[str]
+    messages: Mapped[str]
+    labels: Mapped[dict[str, str]] = mapped_column("metadata")
+
+
 class TenantRows(TableRow):
     """Rows of one table that the server keeps of a tenant, and the bytes of these with their files. Triggers
     of the database change it, and nothing else."""

@@ -27,7 +27,9 @@ from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter, CheckpointRecord, File
+from coserve.serve.store.responses import ResponseStore
 from coserve.serve.store.retention import RetentionStore
+from coserve.serve.store.stored_chats import ChatStore
 from coserve.serve.store.tenants import TenantStore
 from coserve.serve.store.tinker import TinkerCheckpointStore, TinkerSessionStore
 
@@ -60,6 +62,8 @@ class Store:
         self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations)
         self.tinker_sessions = TinkerSessionStore(self._database, quotas)
         self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas)
+        self.responses = ResponseStore(self._database, clock, quotas)
+        self.chats = ChatStore(self._database, clock, quotas)
         self.retention = RetentionStore(self._database, self.folder / "jobs")
         self.quarantine = QuarantineStore(self._database, clock, self.adapters)
 

@@ -11,14 +11,18 @@ from sqlalchemy import Boolean, Float, Integer, select, text
 
 from coserve.core.job_status import JobStatus
 from coserve.errors import QuotaExceeded
-from coserve.serve.store.migrations import v0006_kept, v0007_creations, v0010_details
+from coserve.serve.store.migrations import v0006_kept, v0007_creations, v0010_details, v0011_responses
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import (
+    ConversationRecord,
     Creation,
     Event,
     File,
+    ItemRecord,
     JobRecord,
     QuarantineRecord,
+    ResponseRecord,
+    StoredChat,
     TableRow,
     TenantRows,
     TinkerCheckpoint,
@@ -78,7 +82,7 @@ def job(tenant: str, name: str, **fields: Any) -> JobRecord:
 
 def test_every_table_that_a_tenant_adds_to_is_counted_with_all_its_texts(tmp_path: Path) -> None:
     """A table or column that is added later needs triggers that know it."""
-    counting = v0006_kept.TABLES | v0007_creations.TABLES | v0010_details.TABLES
+    counting = v0006_kept.TABLES | v0007_creations.TABLES | v0010_details.TABLES | v0011_responses.TABLES
     assert counting.keys() == TableRow.metadata.tables.keys() - NOT_A_TENANTS
     for name, (_, columns, has_files) in counting.items():
         table = TableRow.metadata.tables[name]
@@ -106,6 +110,10 @@ def drawn(draw: random.Random, id: str, owner: str, made: list[TableRow]) -> Tab
         File(id, owner, words, "fine-tune", draw.randrange(10**6), 1, ".jsonl", details=words),
         job(owner, id, labels={"x": words}),
         QuarantineRecord(id, "job", id, words, 1, draw.choice([None, owner])),
+        ResponseRecord(id, owner, 1, "completed", words, previous=words),
+        ItemRecord(id, owner, words, None, words, True),
+        ConversationRecord(id, owner, 1, {"x": words}),
+        StoredChat(id, owner, 1, words, words, words, {"x": words}),
     ]
     if sessions:
         session = draw.choice(sessions).id

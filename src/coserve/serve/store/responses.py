@@ -1,0 +1,291 @@
+"""Rows of responses and conversations, and of the items of both."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from sqlalchemy import ColumnElement, delete, func, literal, select, update
+from sqlalchemy.orm import Session, aliased
+
+from coserve.errors import PromptTooLong
+from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.quotas import Quotas
+from coserve.serve.store.records import ConversationRecord, ItemRecord, Page, ResponseRecord
+
+UNDER_WAY: Final = ("queued", "in_progress")
+MOST_EARLIER: Final = 2048  # items that come before those of a request, and responses in a line
+MOST_EARLIER_CHARACTERS: Final = 8 * 2**20  # of their JSON
+MOST_OLD: Final = 500  # responses that one turn deletes: the writing thread is shared
+
+
+class ResponseStore:
+    """Responses and conversations of a tenant, with their items.
+
+    An item belongs to a response, to a conversation, or to both, and goes with the last of them. Those of a
+    response under way are in its conversation once it has ended.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
+        self._database, self._clock, self._quotas = database, clock, quotas
+
+    async def check_room(self, tenant: str) -> None:
+        """Raises QuotaExceeded where the tenant may keep nothing more."""
+        await self._database.read(lambda session: self._quotas.check_kept(session, tenant, 1, 1))
+
+    async def add(self, row: ResponseRecord, items: Sequence[ItemRecord]) -> None:
+        """Adds a response with its items. Raises QuotaExceeded for one that is under way; one that has ended
+        had room when it began."""
+
+        def write(session: Session) -> None:
+            session.add(row)
+            _join(session, row, items)
+            session.add_all(items)
+            if row.status in UNDER_WAY:
+                self._quotas.check_kept(session, row.tenant)
+
+        await self._database.write(write)
+
+    async def end(self, row: ResponseRecord, output: Sequence[ItemRecord]) -> bool:
+        """Stores the end of a response that is under way; False where it is not any more."""
+
+        def write(session: Session) -> bool:
+            is_own = ResponseRecord.id == row.id, ResponseRecord.status.in_(UNDER_WAY)
+            found = session.scalar(select(ResponseRecord).where(*is_own))
+            if found is None:
+                return False
+            found.status, found.body, found.request = row.status, row.body, None
+            of_input = session.scalars(select(ItemRecord).where(ItemRecord.response == row.id)).all()
+            for item in of_input:
+                item.conversation = row.conversation
+            _join(session, row, [*of_input, *output])
+            session.add_all(output)
+            return True
+
+        return await self._database.write(write)
+
+    async def get(self, tenant: str, id: str) -> ResponseRecord | None:
+        """The tenant's response with this id."""
+        found = select(ResponseRecord).where(ResponseRecord.tenant == tenant, ResponseRecord.id == id)
+        return await self._database.read(lambda session: session.scalar(found))
+
+    async def remove(self, tenant: str, id: str) -> bool:
+        """Removes a response, and its items that are in no conversation; False if there is none."""
+
+        def write(session: Session) -> bool:
+            own = ResponseRecord.tenant == tenant, ResponseRecord.id == id
+            numbers = session.scalars(select(ResponseRecord.id).where(*own)).all()
+            _drop(session, numbers)
+            return bool(numbers)
+
+        return await self._database.write(write)
+
+    async def unfinished(self) -> Sequence[ResponseRecord]:
+        """Responses of all tenants that are under way, the oldest first."""
+        found = select(ResponseRecord).where(ResponseRecord.status.in_(UNDER_WAY))
+        ordered = found.order_by(ResponseRecord.number)
+        return await self._database.read(lambda session: tuple(session.scalars(ordered)))
+
+    async def inputs(self, response: str) -> Sequence[str]:
+        """The items of a response's own request, as JSON."""
+        found = select(ItemRecord.item).where(ItemRecord.response == response, ~ItemRecord.output)
+        return await self._database.read(
+            lambda session: tuple(session.scalars(found.order_by(ItemRecord.number)))
+        )
+
+    async def context(
+        self, tenant: str, previous: str | None, conversation: str | None
+    ) -> Sequence[str] | None:
+        """The items of a conversation, or of a response and all before it, as JSON; None where one of these
+        is missing or under way. Raises PromptTooLong for more than a request may have."""
+
+        def read(session: Session) -> Sequence[str] | None:
+            wanted: list[ColumnElement[bool]] = [ItemRecord.tenant == tenant]
+            if conversation is not None:
+                wanted.append(ItemRecord.conversation == conversation)
+            else:
+                line = self._line(session, tenant, previous)
+                if line is None:
+                    return None
+                wanted.append(ItemRecord.response.in_(line))
+            size = func.coalesce(func.sum(func.length(ItemRecord.item)), 0)
+            count, characters = session.execute(select(func.count(), size).where(*wanted)).one()
+            _check(count, characters)
+            found = select(ItemRecord.item).where(*wanted).order_by(ItemRecord.number)
+            return tuple(session.scalars(found))
+
+        return await self._database.read(read)
+
+    def _line(self, session: Session, tenant: str, id: str | None) -> Sequence[str] | None:
+        """Ids of a response and of all before it; None where one is missing or under way."""
+        columns = ResponseRecord.id, ResponseRecord.previous, ResponseRecord.status
+        start = select(*columns, literal(1).label("place"))
+        line = start.where(ResponseRecord.tenant == tenant, ResponseRecord.id == id).cte(recursive=True)
+        earlier = aliased(ResponseRecord)
+        step = select(earlier.id, earlier.previous, earlier.status, line.c.place + 1)
+        is_before = (earlier.id == line.c.previous) & (earlier.tenant == tenant)
+        line = line.union_all(step.join(line, is_before).where(line.c.place < MOST_EARLIER))
+        found = session.execute(select(line).order_by(line.c.place)).all()
+        if not found or found[0].status in UNDER_WAY or (len(found) < MOST_EARLIER and found[-1].previous):
+            return None
+        if found[-1].previous:
+            raise PromptTooLong(f"{MOST_EARLIER} responses come before this one: begin anew, or compact it.")
+        return [one.id for one in found]
+
+    async def named(self, tenant: str, ids: Sequence[str]) -> Mapping[str, str]:
+        """The tenant's items with these ids, as JSON. Raises PromptTooLong where they, each as often as it is
+        named, are more than a request may have."""
+        own = ItemRecord.tenant == tenant, ItemRecord.id.in_(ids)
+
+        def read(session: Session) -> Mapping[str, str]:
+            sized = select(ItemRecord.id, func.length(ItemRecord.item)).where(*own)
+            sizes: dict[str, int] = dict(session.execute(sized).tuples().all())
+            _check(len(ids), sum(sizes.get(id, 0) for id in ids))
+            found = select(ItemRecord.id, ItemRecord.item).where(*own)
+            return dict(session.execute(found).tuples().all())
+
+        return await self._database.read(read)
+
+    async def page(
+        self,
+        tenant: str,
+        after: str | None,
+        limit: int,
+        ascending: bool,
+        *,
+        response: str | None = None,
+        conversation: str | None = None,
+    ) -> Page[ItemRecord] | None:
+        """Items of the request of a response, or of a conversation; None if `after` is none of them."""
+        wanted = [ItemRecord.tenant == tenant]
+        if response is not None:
+            wanted += [ItemRecord.response == response, ~ItemRecord.output]
+        else:
+            wanted.append(ItemRecord.conversation == conversation)
+        return await self._database.read(
+            lambda session: page_of(
+                session, ItemRecord, wanted, after, limit, ascending, func.length(ItemRecord.item)
+            )
+        )
+
+    async def converse(self, row: ConversationRecord, items: Sequence[ItemRecord]) -> None:
+        """Adds a conversation. Raises QuotaExceeded."""
+
+        def write(session: Session) -> None:
+            session.add(row)
+            session.add_all(items)
+            self._quotas.check_kept(session, row.tenant)
+
+        await self._database.write(write)
+
+    async def conversation(self, tenant: str, id: str) -> ConversationRecord | None:
+        """The tenant's conversation with this id."""
+        found = select(ConversationRecord).where(*_is(tenant, id))
+        return await self._database.read(lambda session: session.scalar(found))
+
+    async def label(self, tenant: str, id: str, labels: Mapping[str, str]) -> ConversationRecord | None:
+        """Changes the metadata of a conversation; None if there is none. Raises QuotaExceeded."""
+
+        def write(session: Session) -> ConversationRecord | None:
+            found = session.scalar(select(ConversationRecord).where(*_is(tenant, id)))
+            if found is not None:
+                found.labels = dict(labels)
+                self._quotas.check_kept(session, tenant)
+            return found
+
+        return await self._database.write(write)
+
+    async def extend(self, tenant: str, id: str, items: Sequence[ItemRecord]) -> bool:
+        """Adds items to a conversation; False if there is none. Raises QuotaExceeded."""
+
+        def write(session: Session) -> bool:
+            if session.scalar(select(ConversationRecord.id).where(*_is(tenant, id))) is None:
+                return False
+            session.add_all(items)
+            self._quotas.check_kept(session, tenant)
+            return True
+
+        return await self._database.write(write)
+
+    async def item(self, tenant: str, conversation: str, id: str) -> str | None:
+        """An item of a conversation, as JSON."""
+        found = select(ItemRecord.item).where(*_in(tenant, conversation), ItemRecord.id == id)
+        return await self._database.read(lambda session: session.scalar(found))
+
+    async def remove_item(self, tenant: str, conversation: str, id: str) -> bool:
+        """Removes an item from a conversation; False if there is none."""
+
+        def write(session: Session) -> bool:
+            wanted = (*_in(tenant, conversation), ItemRecord.id == id)
+            is_there = session.scalar(select(ItemRecord.id).where(*wanted)) is not None
+            _leave(session, wanted)
+            return is_there
+
+        return await self._database.write(write)
+
+    async def end_conversation(self, tenant: str, id: str) -> bool:
+        """Removes a conversation, and its items that belong to no response; False if there is none."""
+
+        def write(session: Session) -> bool:
+            found = session.scalar(select(ConversationRecord).where(*_is(tenant, id)))
+            if found is None:
+                return False
+            session.delete(found)
+            _leave(session, _in(tenant, id))
+            return True
+
+        return await self._database.write(write)
+
+    async def sweep(self, before: float) -> bool:
+        """Deletes some of the responses that are older than this (Unix seconds) and that none goes on with;
+        True where more may be left."""
+
+        def write(session: Session) -> bool:
+            later = aliased(ResponseRecord)
+            is_continued = select(later.id).where(later.previous == ResponseRecord.id).exists()
+            is_old = ResponseRecord.created <= int(before), ResponseRecord.status.not_in(UNDER_WAY)
+            old = select(ResponseRecord.id).where(*is_old, ~is_continued)
+            ids = session.scalars(old.order_by(ResponseRecord.created).limit(MOST_OLD)).all()
+            _drop(session, ids)
+            return bool(ids)  # what they went on with is the next turn's
+
+        return await self._database.write(write)
+
+
+def _join(session: Session, row: ResponseRecord, items: Sequence[ItemRecord]) -> None:
+    """Takes items out of a conversation that has been deleted while their response was made."""
+    if row.conversation is None:
+        return
+    own = _is(row.tenant, row.conversation)
+    if session.scalar(select(ConversationRecord.id).where(*own)) is None:
+        for item in items:
+            item.conversation = None
+
+
+def _check(count: int, characters: int) -> None:
+    """Raises PromptTooLong for more items than a request may have."""
+    if count > MOST_EARLIER or characters > MOST_EARLIER_CHARACTERS:
+        raise PromptTooLong(
+            f"What was said before has {count} items and {characters} characters; a request may have "
+            f"{MOST_EARLIER} and {MOST_EARLIER_CHARACTERS}: begin anew, or compact it."
+        )
+
+
+def _is(tenant: str, id: str) -> tuple[ColumnElement[bool], ...]:
+    return ConversationRecord.tenant == tenant, ConversationRecord.id == id
+
+
+def _in(tenant: str, conversation: str) -> tuple[ColumnElement[bool], ...]:
+    return ItemRecord.tenant == tenant, ItemRecord.conversation == conversation
+
+
+def _leave(session: Session, wanted: Sequence[ColumnElement[bool]]) -> None:
+    """Takes items out of their conversation."""
+    session.execute(delete(ItemRecord).where(*wanted, ItemRecord.response.is_(None)))
+    session.execute(update(ItemRecord).where(*wanted).values(conversation=None))
+
+
+def _drop(session: Session, ids: Sequence[str]) -> None:
+    """Deletes responses, and their items that are in no conversation."""
+    of_these = ItemRecord.response.in_(ids)
+    session.execute(delete(ItemRecord).where(of_these, ItemRecord.conversation.is_(None)))
+    session.execute(update(ItemRecord).where(of_these).values(response=None))
+    session.execute(delete(ResponseRecord).where(ResponseRecord.id.in_(ids)))
