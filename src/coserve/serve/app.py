@@ -20,7 +20,18 @@ from coserve.serve.http.quotas import RequestRate, UploadRoom
 from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.http.revocation import Revocation
 from coserve.serve.http.shedding import ConcurrencyLimit
-from coserve.serve.routes import adapters, chat, completions, docs, files, health, jobs, models, transfers
+from coserve.serve.routes import (
+    adapters,
+    chat,
+    completions,
+    docs,
+    embeddings,
+    files,
+    health,
+    jobs,
+    models,
+    transfers,
+)
 from coserve.serve.state import State
 from coserve.serve.tinker import routes as tinker
 from coserve.serve.tinker.dialect import Dialect
@@ -30,6 +41,7 @@ _UPLOADS = ("/v1/files", "/v1/adapters")
 # Requests that create something and have no number of their own, by which to know one that comes again.
 CREATING = (*_UPLOADS, "/v1/load_lora_adapter", "/v1/fine_tuning/jobs", "/api/v1/create_session")
 STREAMED = ("/v1/chat/completions", "/v1/completions", anthropic.MESSAGES)  # requests for text
+COMPUTED = (*STREAMED, embeddings.EMBEDDINGS)  # requests that the engine computes
 
 
 # Forms of errors below these paths; elsewhere they are OpenAI's.
@@ -51,7 +63,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     )
     app.state.coserve, settings = state, state.settings
     errors.install(app)
-    for room in (chat, completions, anthropic, models, adapters, transfers, files, jobs, health, docs):
+    for room in (chat, completions, embeddings, anthropic, models, adapters, transfers, files, jobs, health, docs):
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     app.state.tinker = Dialect(state, clock)
@@ -61,14 +73,14 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     def body_limit(path: str) -> int:
         if path in _UPLOADS:
             return settings.max_file_bytes + _FORM_BYTES
-        is_large = path in (*STREAMED, anthropic.COUNT_TOKENS, *tinker.LARGE)
+        is_large = path in (*COMPUTED, anthropic.COUNT_TOKENS, *tinker.LARGE)
         return MOST_BODY_BYTES if is_large else MOST_SMALL_BODY_BYTES
 
     rates = TokenBuckets(settings.max_requests_minute, clock)
     bad_keys = TokenBuckets(settings.max_bad_keys_minute, clock)
     # The last one added is the first to see a request.
-    app.add_middleware(Revocation, tenants=state.store.tenants, paths=STREAMED)
-    app.add_middleware(ConcurrencyLimit, queue=state.queue, paths=STREAMED)
+    app.add_middleware(Revocation, tenants=state.store.tenants, paths=COMPUTED)
+    app.add_middleware(ConcurrencyLimit, queue=state.queue, paths=COMPUTED)
     app.add_middleware(
         UploadRoom,
         files=state.store.files,

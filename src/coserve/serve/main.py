@@ -15,7 +15,7 @@ import sys
 import time
 
 from coserve.errors import CoserveError, EngineLost
-from coserve.serve.app import STREAMED, create_app, error_shape_of
+from coserve.serve.app import COMPUTED, create_app, error_shape_of
 from coserve.serve.compose import build_state
 from coserve.serve.http.connections import ConnectionLimits
 from coserve.serve.http.listener import Listener, fastest_loop
@@ -53,7 +53,7 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
             settings.max_connections, settings.max_connections_address, settings.stall_seconds
         )
         _allow_files(limits.most + _OTHER_FILES)
-        shedder = LoadShedder(state.queue, STREAMED)
+        shedder = LoadShedder(state.queue, COMPUTED)
         own = socket.socket(fileno=start.listen_fd)
         listener = Listener(create_app(state), own, limits, shedder, error_shape_of)
         serving = asyncio.create_task(listener.run())

@@ -90,7 +90,8 @@ class RequestBuilder:
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams, size: RequestSize
     ) -> Call:
         """As `chat`, of texts or token ids that answers go on with."""
-        size = replace(size, scores_prompt=sampling.prompt_logprobs is not None)
+        reads = (sampling.prompt_logprobs, sampling.pooling) != (None, None)
+        size = replace(size, reads_prompt=reads)
         tokens = await self._prompts(prompts, size)
         return self._call(tokens, sampling, size, goes_on=True)
 
