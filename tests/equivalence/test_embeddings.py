@@ -65,7 +65,10 @@ def test_a_prompt_that_is_read_anew_counts_once() -> None:
     with Exact():
         base = tiny("llama", torch.float64, vocab_size=SMALL)
         config = EngineConfig(
-            calibrate=False, cache_tokens=96, page_size=4, scheduler={"max_prefill_rows": 8, "min_prefill_rows": 4}
+            calibrate=False,
+            cache_tokens=96,
+            page_size=4,
+            scheduler={"max_prefill_rows": 8, "min_prefill_rows": 4},
         )
         engine = Engine(tiny("llama", torch.float64, vocab_size=SMALL), config)
         begin = [draw.randrange(1, SMALL) for _ in range(40)]

@@ -164,7 +164,7 @@ class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     base's own, and shared with it.
 
     A `newcomer` is a request of a tenant below its fair share: its first token has priority
-    (`schedule/newcomers.py`).
+    (`schedule/newcomers.py`). One in the `background` delays no other request (`schedule/background.py`).
     """
 
     id: str
@@ -178,6 +178,7 @@ class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     virtual_rows: int = 0
     scope: str | None = ""
     newcomer: bool = False
+    background: bool = False
     of_base: bool = False
     alternatives: tuple[str | None, ...] = ()
     continued: tuple[int, ...] = ()

@@ -12,6 +12,8 @@ from coserve.serve import errors
 from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.anthropic import routes as anthropic
 from coserve.serve.anthropic.errors import ERRORS
+from coserve.serve.batches.asked import OwnRoutes
+from coserve.serve.batches.runner import Batches
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import AllowedOrigins, TrustedHosts
 from coserve.serve.http.idempotency import Idempotency
@@ -22,6 +24,7 @@ from coserve.serve.http.revocation import Revocation
 from coserve.serve.http.shedding import ConcurrencyLimit
 from coserve.serve.routes import (
     adapters,
+    batches,
     chat,
     completions,
     docs,
@@ -39,7 +42,13 @@ from coserve.serve.tinker.dialect import Dialect
 _FORM_BYTES = 2 * 2**20  # around the large file in an upload
 _UPLOADS = ("/v1/files", "/v1/adapters")
 # Requests that create something and have no number of their own, by which to know one that comes again.
-CREATING = (*_UPLOADS, "/v1/load_lora_adapter", "/v1/fine_tuning/jobs", "/api/v1/create_session")
+CREATING = (
+    *_UPLOADS,
+    "/v1/load_lora_adapter",
+    "/v1/fine_tuning/jobs",
+    "/v1/batches",
+    "/api/v1/create_session",
+)
 STREAMED = ("/v1/chat/completions", "/v1/completions", anthropic.MESSAGES)  # requests for text
 COMPUTED = (*STREAMED, embeddings.EMBEDDINGS)  # requests that the engine computes
 
@@ -63,9 +72,24 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     )
     app.state.coserve, settings = state, state.settings
     errors.install(app)
-    for room in (chat, completions, embeddings, anthropic, models, adapters, transfers, files, jobs, health, docs):
+    for room in (
+        chat,
+        completions,
+        embeddings,
+        anthropic,
+        models,
+        adapters,
+        transfers,
+        files,
+        jobs,
+        batches,
+        health,
+        docs,
+    ):
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
+    own = OwnRoutes(state, chat.router, completions.router, embeddings.router)
+    app.state.batches = Batches(state, own)
     app.state.tinker = Dialect(state, clock)
     for router in tinker.ROUTERS:
         app.include_router(router)

@@ -55,13 +55,15 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
         _allow_files(limits.most + _OTHER_FILES)
         shedder = LoadShedder(state.queue, COMPUTED)
         own = socket.socket(fileno=start.listen_fd)
-        listener = Listener(create_app(state), own, limits, shedder, error_shape_of)
+        app = create_app(state)
+        listener = Listener(app, own, limits, shedder, error_shape_of)
         serving = asyncio.create_task(listener.run())
         await listener.started()
         beating = asyncio.create_task(_beat(pipes))
-        pipes.say(Status("ready", seconds=time.monotonic() - began))
         stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        async with app.state.batches.running():
+            pipes.say(Status("ready", seconds=time.monotonic() - began))
+            await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not serving.done():
             pipes.say(Status("draining"))

@@ -1,6 +1,7 @@
 """A call for answers: what routes make of their bodies, and what is answered, in no dialect."""
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Final
 
@@ -13,6 +14,8 @@ from coserve.serve.store.records import Tenant
 from coserve.text.markup import PLAIN, Markup
 
 SEEDS: Final = 2**63
+# Whether calls that are built in this context delay no other: those of a batch.
+IN_BACKGROUND: Final = ContextVar("IN_BACKGROUND", default=False)
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

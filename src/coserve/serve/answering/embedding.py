@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 from coserve.core.request import FinishReason
 from coserve.errors import EngineLost
+from coserve.serve.answering.answers import tickets_of
 from coserve.serve.answering.call import Call
 from coserve.serve.answering.fair import Ticket
 from coserve.serve.answering.timing import AnswerTiming
@@ -17,7 +18,7 @@ async def embed(state: State, call: Call) -> list[bytes]:
 
     Raises what `answer` does before its first piece, the engine's errors, or EngineLost.
     """
-    with state.catalog.use(call.model), state.queue.enter(call.tenant, call.cost.prompts, call.tier) as tickets:
+    with state.catalog.use(call.model), tickets_of(state, call) as tickets:
         tasks = [asyncio.create_task(_one(state, call, at, ticket)) for at, ticket in enumerate(tickets)]
         try:
             return await asyncio.gather(*tasks)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from coserve.core.request import Request, SamplingParams
 from coserve.errors import DataError
 from coserve.serve.adapter_registry.catalog import Model
-from coserve.serve.answering.call import SEEDS, Call
+from coserve.serve.answering.call import IN_BACKGROUND, SEEDS, Call
 from coserve.serve.answering.chat import Chat
 from coserve.serve.answering.cost import (
     MOST_CHARACTERS,
@@ -171,11 +171,12 @@ class RequestBuilder:
             prompt=(),
             sampling=replace(sampling, seed=seed, stop=()),
             adapter=self.model.key,
-            slo=self.state.settings.slo[self.tier],
+            slo=self.state.settings.slo["flex" if IN_BACKGROUND.get() else self.tier],
             arrival=self.arrived,
             base=self.model.base_id,
             scope=f"{self.tenant.id}/{self.salt}",  # prompts of one scope share the cache
             alternatives=tuple(chain.key for chain in self.model.chains) if self.adaptive else (),
+            background=IN_BACKGROUND.get(),
         )
         return Call(
             asked=asked,

@@ -52,9 +52,7 @@ async def create_embeddings(
     return await json_reply(state.bodies, caller.id, told)
 
 
-async def _embedded(
-    state: State, builder: RequestBuilder, body: EmbeddingRequest
-) -> tuple[list[bytes], int]:
+async def _embedded(state: State, builder: RequestBuilder, body: EmbeddingRequest) -> tuple[list[bytes], int]:
     """The embeddings of all inputs, some at a time, and the number of tokens read."""
     found, read = list[bytes](), 0
     sampling = SamplingParams(max_tokens=0, pooling=state.settings.pooling)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
@@ -32,6 +32,7 @@ from coserve.serve.schema.files import (
 from coserve.serve.state import Shared, State
 from coserve.serve.store.durable import partial_of, settle
 from coserve.serve.store.ids import new_id
+from coserve.serve.store.quotas import UPLOADED
 from coserve.serve.store.records import File, Tenant
 
 router = APIRouter(tags=["Files"])
@@ -49,8 +50,8 @@ _DIGITS = 10  # of a number of seconds
 async def upload_file(request: Request, caller: Caller, state: Shared) -> FileObject:
     """Takes training data: JSONL, a JSON array, a table (`.csv`, `.tsv`), each also compressed (`.gz`),
     a `.parquet`, or a `.txt` corpus of paragraphs. Each record is checked, and the first three bad ones are
-    named. With `expires_after` the file is deleted so many seconds after its creation, or once no unfinished
-    job reads it any more."""
+    named. Or a batch's requests (JSONL), which are checked when the batch is made. With `expires_after` the
+    file is deleted so many seconds after its creation, or once no unfinished job reads it any more."""
     id = new_id("file")
     upload = Upload(partial_of(state.settings.files / id), state.settings.max_file_bytes)
     try:
@@ -58,9 +59,10 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
         file = _described(upload, id, caller)
         path = state.store.file_path(file)
         upload.path = upload.path.rename(partial_of(path))  # its suffix says how to read it
-        examples, ignored = await _survey(request, state, caller, upload.path, file.filename)
-        details = f"Not read of its records: {', '.join(ignored)}" if ignored else None
-        file = replace(file, examples=examples, details=details)
+        if file.purpose == "fine-tune":
+            examples, ignored = await _survey(request, state, caller, upload.path, file.filename)
+            details = f"Not read of its records: {', '.join(ignored)}" if ignored else None
+            file = replace(file, examples=examples, details=details)
         await asyncio.to_thread(settle, upload.path, path)
     finally:
         upload.path.unlink(missing_ok=True)
@@ -108,7 +110,7 @@ async def download_file(file_id: str, caller: Caller, state: Shared) -> FileResp
     file = await find_file(state, caller, file_id, "file_id")
     path = state.store.file_path(file)
     if not await asyncio.to_thread(path.is_file):  # deleted a moment ago
-        raise _no_such_file(file_id, "file_id")
+        raise no_such_file(file_id, "file_id")
     return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
 
 
@@ -117,7 +119,7 @@ async def delete_file(file_id: str, caller: Caller, state: Shared) -> FileDelete
     """Deletes a file, unless a job that is not over reads it."""
     file = await state.store.files.remove(caller.id, file_id)
     if file is None:
-        raise _no_such_file(file_id, "file_id")
+        raise no_such_file(file_id, "file_id")
     await asyncio.to_thread(state.store.file_path(file).unlink, missing_ok=True)
     return FileDeleted(id=file.id)
 
@@ -126,7 +128,7 @@ async def find_file(state: State, tenant: Tenant, id: str, param: str) -> File:
     """The tenant's file. Raises ApiError 404."""
     file = await state.store.files.get(tenant.id, id)
     if file is None:
-        raise _no_such_file(id, param)
+        raise no_such_file(id, param)
     return file
 
 
@@ -141,8 +143,8 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
     if purpose is None:
         message = "Missing required parameter: 'purpose'."
         raise ApiError(400, message, param="purpose", code="missing_required_parameter")
-    if purpose != "fine-tune":
-        message = f"Invalid value for 'purpose': '{purpose}'; files can be uploaded for 'fine-tune' only."
+    if purpose not in UPLOADED:
+        message = f"Invalid value for 'purpose': '{purpose}'; files are uploaded for 'fine-tune' and 'batch'."
         raise ApiError(400, message, param="purpose", code="invalid_value")
     now = int(time.time())
     expires = _expires(upload, now)
@@ -189,7 +191,8 @@ async def _survey(
         raise ApiError(400, str(error), param="file", code="invalid_file") from error
 
 
-def _no_such_file(id: str, param: str) -> ApiError:
+def no_such_file(id: str, param: str) -> ApiError:
+    """The error for an unknown file."""
     return not_found(f"No such File object: {id}", param=param, code="file_not_found")
 
 
@@ -201,5 +204,5 @@ def _shown(file: File) -> FileObject:
         filename=file.filename,
         status_details=file.details,
         expires_at=file.expires,
-        purpose="fine-tune-results" if file.purpose == "fine-tune-results" else "fine-tune",
+        purpose=cast(Purpose, file.purpose),
     )

@@ -4,6 +4,7 @@
     files/          uploads and results
     jobs/           each job's checkpoints
     adapters/       finished and imported adapters
+    batches/        batches under way: their input, and results so far
     tinker/         checkpoints of `tinker` clients
 
 A row's files are on disk before the row is added, and deleted after it. One process writes; others (the
@@ -18,6 +19,7 @@ from types import TracebackType
 
 from coserve.errors import StateError
 from coserve.serve.store.adapters import AdapterStore
+from coserve.serve.store.batches import BatchStore
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database
 from coserve.serve.store.files import MOST_EXPIRED, FileStore
@@ -46,7 +48,7 @@ class Store:
     ) -> None:
         self.folder = folder.resolve()
         try:
-            for part in ("", "files", "jobs", "adapters", "tinker"):
+            for part in ("", "files", "jobs", "adapters", "batches", "tinker"):
                 make_private(self.folder / part)
         except OSError as error:
             raise StateError(f"the state folder {self.folder} cannot be used: {error.strerror}") from error
@@ -56,6 +58,7 @@ class Store:
         self.creations = CreationStore(self._database, clock, quotas)
         self.files = FileStore(self._database, clock, quotas, self.creations)
         self.jobs = JobStore(self._database, clock, quotas, self.creations)
+        self.batches = BatchStore(self._database, clock, quotas, self.creations)
         self.job_events = JobEventStore(self._database, clock, self.path_of)
         self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations)
         self.tinker_sessions = TinkerSessionStore(self._database, quotas)
@@ -79,6 +82,10 @@ class Store:
     def job_folder(self, job: str) -> Path:
         """Folder for a job's checkpoints."""
         return self.folder / "jobs" / job
+
+    def batch_folder(self, batch: str) -> Path:
+        """Folder of a batch under way."""
+        return self.folder / "batches" / batch
 
     def adapter_folder(self, adapter: str) -> Path:
         """Folder of a finished or imported adapter."""
