@@ -33,6 +33,7 @@ from coserve.serve.routes import (
     health,
     jobs,
     models,
+    tokens,
     transfers,
 )
 from coserve.serve.state import State
@@ -72,20 +73,8 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     )
     app.state.coserve, settings = state, state.settings
     errors.install(app)
-    for room in (
-        chat,
-        completions,
-        embeddings,
-        anthropic,
-        models,
-        adapters,
-        transfers,
-        files,
-        jobs,
-        batches,
-        health,
-        docs,
-    ):
+    for room in (chat, completions, embeddings, anthropic, models, adapters, transfers, files, jobs, batches,
+                 tokens, health, docs):  # fmt: skip
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     own = OwnRoutes(state, chat.router, completions.router, embeddings.router)
@@ -97,7 +86,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     def body_limit(path: str) -> int:
         if path in _UPLOADS:
             return settings.max_file_bytes + _FORM_BYTES
-        is_large = path in (*COMPUTED, anthropic.COUNT_TOKENS, *tinker.LARGE)
+        is_large = path in (*COMPUTED, *tokens.TOKENS, anthropic.COUNT_TOKENS, *tinker.LARGE)
         return MOST_BODY_BYTES if is_large else MOST_SMALL_BODY_BYTES
 
     rates = TokenBuckets(settings.max_requests_minute, clock)

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from coserve.core.request import Request, SamplingParams
@@ -107,6 +108,12 @@ class RequestBuilder:
         is_long = chat.length + _TURN * len(turns) >= _LONG
         beside = self.state.prompts if is_long else self.state.chats
         return await self._tokens(self._encoded, chat, beside)
+
+    async def text_tokens(self, text: str, special: bool = True) -> tuple[int, ...]:
+        """Tokens of a text, with `special` ones at its ends. Raises ApiError for one that is too long."""
+        self._check_length(len(text))
+        beside = self.state.prompts if len(text) >= _LONG else None
+        return await self._tokens(partial(self.state.text.encode, special=special), text, beside)
 
     def _encoded(self, chat: Chat) -> tuple[int, ...]:
         return self.state.text.chat(chat.turns, chat.tools, chat.variables, chat.is_continued)
