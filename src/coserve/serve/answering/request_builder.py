@@ -20,6 +20,7 @@ from coserve.serve.answering.cost import (
     request_cost,
 )
 from coserve.serve.answering.grammars import chat_grammar
+from coserve.serve.answering.structure import Structure
 from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError
 from coserve.serve.offload import Offload
@@ -80,7 +81,7 @@ class RequestBuilder:
         tokens, in place of `sampling.max_tokens`. Raises ApiError for an invalid call."""
         prompt = await self.chat_tokens(chat)
         markup = await self._markup(chat, prompt)
-        if chat.callable or chat.schema is not None:
+        if chat.callable or chat.structure is not None:
             grammar = await self.state.prompts.run(
                 self.tenant.id, chat_grammar, chat, markup, self.state.text.markups
             )
@@ -88,9 +89,17 @@ class RequestBuilder:
         return self._call([prompt], sampling, size, chat.is_continued, markup)
 
     async def completion(
-        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams, size: RequestSize
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams,
+        size: RequestSize,
+        structure: Structure | None = None,
     ) -> Call:
-        """As `chat`, of texts or token ids that answers go on with."""
+        """As `chat`, of texts or token ids that answers go on with, in the form of a `structure`."""
+        if structure is not None:
+            lark = self.state.text.markups.lark()
+            grammar = await self.state.prompts.run(self.tenant.id, structure.grammar, lark)
+            sampling = replace(sampling, grammar=grammar)
         reads = (sampling.prompt_logprobs, sampling.pooling) != (None, None)
         size = replace(size, reads_prompt=reads)
         tokens = await self._prompts(prompts, size)

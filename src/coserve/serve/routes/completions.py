@@ -52,6 +52,7 @@ async def create_completion(
             choices=body.n or 1,
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         ),
+        body.structure,
     )
     shape = _CompletionFormat(body, call, builder.hello, state.text, state.logprobs)
     return await reply(request, state, call, shape)

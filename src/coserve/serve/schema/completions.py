@@ -10,12 +10,12 @@ from coserve.serve.schema.common import (
     MOST_TOKEN_ID,
     Alternatives,
     FinishName,
-    Generation,
     Tier,
     TokenId,
     Usage,
     Words,
 )
+from coserve.serve.schema.structured import StructuredGeneration
 from coserve.serve.schema.unsupported import without_unsupported_completion
 
 DEFAULT_MAX_TOKENS = 16
@@ -23,7 +23,7 @@ _HELLO: Any = {"model": "coserve-tiny", "prompt": "Once upon a time", "max_token
 TokenPrompt = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPT_TOKENS)]
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(StructuredGeneration):
     """Text, or token ids, to be continued; or several of either."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [_HELLO]})
