@@ -65,6 +65,7 @@ def tickets_of(state: State, call: Call) -> Iterator[list[Ticket]]:
     if call.asked.background:
         yield state.queue.beside(call.tenant, len(call))
         return
+    call.clock.place = state.queue.place(call.tenant)
     costs = [call.cost.prompts[index // call.choices] for index in range(len(call))]
     with state.queue.enter(call.tenant, costs, call.tier) as tickets:
         yield tickets
@@ -103,7 +104,7 @@ async def merged(sources: Sequence[PieceStream]) -> PieceStream:
 
 
 async def _one(state: State, call: Call, index: int, ticket: Ticket) -> PieceStream:
-    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival)
+    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival, call.clock)
     await ticket.admitted()
     timing.admitted(time.monotonic())
     writer = Writer(state, call, index)

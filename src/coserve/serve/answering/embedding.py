@@ -29,7 +29,7 @@ async def embed(state: State, call: Call) -> list[bytes]:
 
 
 async def _one(state: State, call: Call, index: int, ticket: Ticket) -> bytes:
-    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival)
+    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival, call.clock)
     await ticket.admitted()
     timing.admitted(time.monotonic())
     request = call.request(index, ticket.is_newcomer)

@@ -140,6 +140,10 @@ class FairQueue:
             for ticket in tickets:
                 self.leave(ticket)
 
+    def place(self, tenant: Tenant) -> int:
+        """Number of the tenant's own sequences that wait: it sees nothing of others'."""
+        return len(self._line(tenant).waiting)
+
     def beside(self, tenant: Tenant, sequences: int) -> list[Ticket]:
         """Tickets of a request in the background: it takes nobody's place, and uses time that nobody has
         asked for."""

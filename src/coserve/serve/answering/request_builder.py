@@ -3,11 +3,11 @@
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TypeVar
 
-from coserve.core.request import Request, SamplingParams
+from coserve.core.request import SLO, Request, SamplingParams
 from coserve.errors import DataError
 from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.answering.call import IN_BACKGROUND, SEEDS, Call
@@ -38,7 +38,7 @@ _TURN = 32  # characters that a turn of a chat counts as, for the time that its 
 class RequestBuilder:
     """Builds the calls of one client for one model, whose ids begin with `kind`, of the service tier `tier`,
     with at most `most_choices` answers to a prompt. Those of one `salt` share the prompts' cache;
-    approximations of the model may answer those that are `adaptive`. For `by_token` see `Call`. `hello` is
+    approximations of the model may answer those that are `adaptive`. For `by_token` and `stated` see `Call`. `hello` is
     the engine's, with the properties of the model's base."""
 
     state: State
@@ -52,6 +52,7 @@ class RequestBuilder:
     salt: str
     adaptive: bool
     by_token: bool
+    stated: SLO | None
 
     @classmethod
     async def of(
@@ -66,6 +67,7 @@ class RequestBuilder:
         salt: str | None = None,
         adaptive: bool | None = None,
         by_token: bool | None = None,
+        stated: SLO | None = None,
     ) -> "RequestBuilder":
         """`most_choices` None is that of the settings. Raises ApiError 404 for an unknown model, 503 before
         the first engine has connected."""
@@ -74,7 +76,7 @@ class RequestBuilder:
         found = await state.catalog.find(tenant, model)
         most, own = most_choices or state.settings.max_n, hello.of(found.base_id)
         served = kind, tier, salt or "", bool(adaptive), bool(by_token)
-        return cls(state, tenant, found, own, arrived, most, *served)
+        return cls(state, tenant, found, own, arrived, most, *served, stated)
 
     async def chat(self, chat: Chat, sampling: SamplingParams, size: RequestSize) -> Call:
         """Builds the call of a chat. `sampling` has stop strings, and `size` counts answers and their
@@ -187,7 +189,7 @@ class RequestBuilder:
             prompt=(),
             sampling=replace(sampling, seed=seed, stop=()),
             adapter=self.model.key,
-            slo=self.state.settings.slo["flex" if IN_BACKGROUND.get() else self.tier],
+            slo=self._bounds(),
             arrival=self.arrived,
             base=self.model.base_id,
             scope=f"{self.tenant.id}/{self.salt}",  # prompts of one scope share the cache
@@ -205,8 +207,16 @@ class RequestBuilder:
             stops=sampling.stop,
             goes_on=goes_on,
             by_token=self.by_token,
+            stated=self.stated,
             markup=markup,
         )
+
+    def _bounds(self) -> SLO:
+        """The bounds of the tier, but for those that the client states."""
+        of_tier = self.state.settings.slo["flex" if IN_BACKGROUND.get() else self.tier]
+        stated = SLO() if self.stated is None else self.stated
+        given = {one.name: value for one in fields(SLO) if (value := getattr(stated, one.name)) is not None}
+        return replace(of_tier, **given)
 
     def _limits(self) -> RequestLimits:
         settings = self.state.settings

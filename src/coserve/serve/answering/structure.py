@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from coserve.serve.answering.cost import MOST_GRAMMAR_BYTES
 from coserve.serve.errors import ApiError
@@ -45,7 +45,7 @@ class Structure:
             found = self._grammar(lark)
         except RecursionError as error:
             raise self.bad("it is nested too deeply") from error
-        except (ValueError, GbnfToLarkError) as error:
+        except ValueError as error:
             raise self.bad(str(error) or type(error).__name__) from error
         if len(found) > MOST_GRAMMAR_BYTES:
             raise self.bad(f"it has {len(found)} bytes; at most {MOST_GRAMMAR_BYTES} are allowed")
@@ -58,7 +58,7 @@ class Structure:
             case "json":
                 return str(LLMatcher.grammar_from_json_schema(json.dumps(self.value), overrides=COMPACT))
             case "grammar":
-                return str(LLMatcher.grammar_from_lark(any_to_lark(self.value)))
+                return str(LLMatcher.grammar_from_lark(_lark_of(self.value)))
         return lark.written(self.expression(lark))
 
     def bad(self, reason: str) -> ApiError:
@@ -66,6 +66,16 @@ class Structure:
         what = "schema" if self.kind == "json" else self.kind
         message = f"Invalid {what} for {self.param}: {reason}"
         return ApiError(400, message, param=self.param, code=f"invalid_{what}")
+
+
+def _lark_of(text: str) -> str:
+    """A grammar in Lark of one in Lark or GBNF. Raises ValueError and RecursionError."""
+    try:
+        return any_to_lark(text)
+    except RecursionError:
+        raise
+    except Exception as error:  # the converter raises the class itself, and IndexError at the end of a text
+        raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
 
 
 def wrong(grammar: str) -> str:

@@ -16,7 +16,7 @@ from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson
 from coserve.serve.routes.chat_bodies import chat_of
-from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of, usage_of
+from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of
 from coserve.serve.schema.chat import ChatCompletion, ChatRequest
 from coserve.serve.schema.common import JsonObject
 from coserve.serve.state import Shared
@@ -82,7 +82,7 @@ class _ChatFormat(ChoicesFormat):
             }
             for piece in answers
         ]
-        return {**self.common, "choices": choices, "usage": usage_of(usage), **self._prompt_ids()}
+        return {**self.common, "choices": choices, "usage": self.usage(usage), **self._prompt_ids()}
 
     def _deltas(self, piece: AnswerPiece) -> list[Delta]:
         return self._readers[piece.index].push(piece.text, piece.finish is not None)

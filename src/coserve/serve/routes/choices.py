@@ -29,6 +29,7 @@ async def builder_for(state: State, tenant: Tenant, body: Generation, kind: str)
         salt=body.cache_salt,
         adaptive=body.adaptive,
         by_token=body.return_token_ids,
+        stated=body.stated,
     )
 
 
@@ -88,9 +89,15 @@ class ChoicesFormat(ABC):
 
     def ending(self, usage: CallUsage) -> Iterator[bytes]:
         """See `AnswerFormat`."""
-        if self._tells_usage:
-            yield from _event({**self.common, "choices": [], "usage": usage_of(usage)})
+        if self._tells_usage or self.call.stated is not None:
+            yield from _event({**self.common, "choices": [], "usage": self.usage(usage)})
         yield DONE
+
+    def usage(self, usage: CallUsage) -> JsonObject:
+        """The usage, with the outcome of the client's own bounds where it has stated some."""
+        stated = self.call.stated
+        slo = {} if stated is None else {"slo": {"kept": self.call.clock.kept(stated)}}
+        return {**usage_of(usage), **slo}
 
     def choice(self, piece: AnswerPiece) -> JsonObject:
         """Fields of all choices; optional ones only where requested."""

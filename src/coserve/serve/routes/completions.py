@@ -13,7 +13,7 @@ from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, written_later
-from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of, usage_of
+from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of
 from coserve.serve.schema.common import JsonObject
 from coserve.serve.schema.completions import (
     DEFAULT_MAX_TOKENS,
@@ -77,7 +77,7 @@ class _CompletionFormat(ChoicesFormat):
 
     def whole(self, answers: list[AnswerPiece], usage: CallUsage) -> JsonObject:
         choices = [WrittenJson(written_later(self._choice, piece)) for piece in answers]
-        return {**self.common, "choices": choices, "usage": usage_of(usage)}
+        return {**self.common, "choices": choices, "usage": self.usage(usage)}
 
     def _choice(self, piece: AnswerPiece) -> JsonObject:
         prompt, is_first = self.call.prompt(piece.index), piece.index not in self._offsets

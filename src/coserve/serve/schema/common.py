@@ -15,6 +15,7 @@ from pydantic import (
 )
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
+from coserve.core.request import SLO
 from coserve.serve.answering.cost import (
     LONGEST_NAME,
     LONGEST_STOP,
@@ -29,6 +30,7 @@ from coserve.serve.answering.cost import (
 
 MOST_TOKEN_ID = 2**31 - 1
 MOST_METADATA = 16
+LONGEST_BOUND = 86_400.0  # seconds
 DEEPEST = 64  # levels of a value of any form: encoders give up at 200 or more
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]
 # pydantic looks only into strings with a bound: others may hold half a surrogate pair, which is no text.
@@ -122,9 +124,23 @@ class StreamOptions(RequestBody):
     include_obfuscation: bool | None = Field(None, description="Accepted; chunks are never padded.")
 
 
+_Bound = Annotated[float, Field(gt=0, le=LONGEST_BOUND)]
+
+
+class StatedBounds(RequestBody):
+    """Bounds of one request in seconds, in place of its tier's."""
+
+    first_token: _Bound | None = None
+    between_tokens: _Bound | None = None
+    end_to_end: _Bound | None = None
+    deferral: Annotated[float, Field(ge=0, le=LONGEST_BOUND)] | None = Field(
+        None, description="The delay that training may cause in all."
+    )
+
+
 class Generation(RequestBody):
-    """Fields of both kinds of request. The last ten are not OpenAI's: nine are vLLM's, and `adaptive` is
-    coserve's own."""
+    """Fields of both kinds of request. The last eleven are not OpenAI's: nine are vLLM's, and `adaptive` and
+    `slo` are coserve's own."""
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -166,6 +182,10 @@ class Generation(RequestBody):
         description="Whether an approximate chain of the model may answer under load, if it has some; each "
         "answer then says which one did.",
     )
+    slo: StatedBounds | None = Field(
+        None,
+        description="Bounds of this request, for which training makes room; usage tells whether they were kept.",
+    )
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> "Generation":
@@ -188,6 +208,11 @@ class Generation(RequestBody):
         return "default"
 
     @property
+    def stated(self) -> SLO | None:
+        """The request's own bounds."""
+        return None if self.slo is None else SLO(**self.slo.model_dump(exclude_none=True))
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -204,8 +229,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class KeptBounds(BaseModel):
+    """Outcome of a request's own bounds."""
+
+    kept: bool
+
+
 class Usage(BaseModel):
     """Tokens that were read and written, over all answers of a request."""
+
+    slo: KeptBounds | None = Field(None, description="Of a request with slo.")
 
     prompt_tokens: int
     completion_tokens: int
