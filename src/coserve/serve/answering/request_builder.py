@@ -38,7 +38,8 @@ _TURN = 32  # characters that a turn of a chat counts as, for the time that its 
 class RequestBuilder:
     """Builds the calls of one client for one model, whose ids begin with `kind`, of the service tier `tier`,
     with at most `most_choices` answers to a prompt. Those of one `salt` share the prompts' cache;
-    approximations of the model may answer those that are `adaptive`. For `by_token` and `stated` see `Call`. `hello` is
+    approximations of the model may answer those that are `adaptive`. For `by_token` and `stated` see `Call`. Of prompts the last `truncation`
+    tokens are kept, or for -1 as many as fit. `hello` is
     the engine's, with the properties of the model's base."""
 
     state: State
@@ -53,6 +54,7 @@ class RequestBuilder:
     adaptive: bool
     by_token: bool
     stated: SLO | None
+    truncation: int | None
 
     @classmethod
     async def of(
@@ -68,6 +70,7 @@ class RequestBuilder:
         adaptive: bool | None = None,
         by_token: bool | None = None,
         stated: SLO | None = None,
+        truncation: int | None = None,
     ) -> "RequestBuilder":
         """`most_choices` None is that of the settings. Raises ApiError 404 for an unknown model, 503 before
         the first engine has connected."""
@@ -76,12 +79,12 @@ class RequestBuilder:
         found = await state.catalog.find(tenant, model)
         most, own = most_choices or state.settings.max_n, hello.of(found.base_id)
         served = kind, tier, salt or "", bool(adaptive), bool(by_token)
-        return cls(state, tenant, found, own, arrived, most, *served, stated)
+        return cls(state, tenant, found, own, arrived, most, *served, stated, truncation)
 
     async def chat(self, chat: Chat, sampling: SamplingParams, size: RequestSize) -> Call:
         """Builds the call of a chat. `sampling` has stop strings, and `size` counts answers and their
         tokens, in place of `sampling.max_tokens`. Raises ApiError for an invalid call."""
-        prompt = await self.chat_tokens(chat)
+        prompt = self._truncated(await self.chat_tokens(chat), size)
         markup = await self._markup(chat, prompt)
         if chat.callable or chat.structure is not None:
             grammar = await self.state.prompts.run(
@@ -155,6 +158,7 @@ class RequestBuilder:
                 tokens = await self._tokens(self.state.text.encode, prompt, beside)
             else:
                 tokens = tuple(prompt)
+            tokens = self._truncated(tokens, size)
             request_cost(replace(size, prompts=(len(tokens),)), limits)
             found.append(tokens)
         return found
@@ -210,6 +214,16 @@ class RequestBuilder:
             stated=self.stated,
             markup=markup,
         )
+
+    def _truncated(self, tokens: tuple[int, ...], size: RequestSize) -> tuple[int, ...]:
+        """The last tokens of a prompt, as many as the client wants."""
+        most = self.truncation
+        if most is None:
+            return tokens
+        if most < 0:
+            limits = self._limits()
+            most = max(min(limits.positions, limits.cache_tokens) - (size.max_tokens or 1), 1)
+        return tokens[-most:] if most else ()
 
     def _bounds(self) -> SLO:
         """The bounds of the tier, but for those that the client states."""

@@ -46,11 +46,14 @@ async def create_chat_completion(
     chat = await state.bodies.run(caller.id, chat_of, body, state.text.markups)
     call = await builder.chat(
         chat,
-        sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None),
+        sampling_of(
+            body, state.text, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs
+        ),
         RequestSize(
             choices=body.n or 1,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             max_tokens_name="max_completion_tokens" if body.max_tokens is None else "max_tokens",
+            reads_prompt=body.prompt_logprobs is not None,
         ),
     )
     return await reply(request, state, call, _ChatFormat(body, call, builder.hello, state.logprobs))
@@ -74,6 +77,9 @@ class _ChatFormat(ChoicesFormat):
         yield {"choices": [{"delta": delta, "logprobs": self._logprobs(piece), **self._choice(piece)}]}
 
     def whole(self, answers: list[AnswerPiece], usage: CallUsage) -> JsonObject:
+        scored = {}
+        if self.call.asked.sampling.prompt_logprobs is not None:
+            scored["prompt_logprobs"] = self._writer.prompt(self.call.prompts[0], answers[0].prompt_scores)
         choices = [
             {
                 "message": self._message(piece),
@@ -82,7 +88,7 @@ class _ChatFormat(ChoicesFormat):
             }
             for piece in answers
         ]
-        return {**self.common, "choices": choices, "usage": self.usage(usage), **self._prompt_ids()}
+        return {**self.common, "choices": choices, "usage": self.usage(usage), **self._prompt_ids(), **scored}
 
     def _deltas(self, piece: AnswerPiece) -> list[Delta]:
         return self._readers[piece.index].push(piece.text, piece.finish is not None)

@@ -296,6 +296,7 @@ class ChatCompletion(BaseModel):
     service_tier: Tier
     system_fingerprint: str
     prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
+    prompt_logprobs: list[Any] | None = Field(None, description="Where they are asked for.")
 
 
 class ChatCompletionDelta(BaseModel):

@@ -30,6 +30,8 @@ from coserve.serve.answering.cost import (
 
 MOST_TOKEN_ID = 2**31 - 1
 MOST_METADATA = 16
+MOST_BAD_WORDS = 64
+LONGEST_BAD_WORD = 64  # characters
 LONGEST_BOUND = 86_400.0  # seconds
 DEEPEST = 64  # levels of a value of any form: encoders give up at 200 or more
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]
@@ -38,6 +40,11 @@ Words = Annotated[str, Field(max_length=MOST_BODY_BYTES)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=LONGEST_BAD_WORD)]],
+    Field(fail_fast=True, max_length=MOST_BAD_WORDS),
+]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
 FinishName = Literal["stop", "length"]
 Tier = Literal["default", "flex", "priority"]
@@ -139,7 +146,7 @@ class StatedBounds(RequestBody):
 
 
 class Generation(RequestBody):
-    """Fields of both kinds of request. The last eleven are not OpenAI's: nine are vLLM's, and `adaptive` and
+    """Fields of both kinds of request. The last fourteen are not OpenAI's: twelve are vLLM's, and `adaptive` and
     `slo` are coserve's own."""
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
@@ -182,6 +189,13 @@ class Generation(RequestBody):
         description="Whether an approximate chain of the model may answer under load, if it has some; each "
         "answer then says which one did.",
     )
+    prompt_logprobs: Alternatives | None = Field(
+        None, description="Of how many of the likeliest tokens at each place of the prompt; not in streams."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MOST_TOKEN_ID, description="Keeps the last ones of the prompt; -1 as many as fit."
+    )
+    bad_words: BadWords | None = Field(None, description="Words of one token each, which no answer has.")
     slo: StatedBounds | None = Field(
         None,
         description="Bounds of this request, for which training makes room; usage tells whether they were kept.",
@@ -191,6 +205,12 @@ class Generation(RequestBody):
     def _options_need_a_stream(self) -> "Generation":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    @model_validator(mode="after")
+    def _streams_tell_no_prompt(self) -> "Generation":
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is not allowed when stream is true")
         return self
 
     @property
@@ -246,7 +266,6 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=MOST_METADATA),

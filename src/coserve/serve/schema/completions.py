@@ -9,6 +9,7 @@ from coserve.serve.schema.common import (
     CHAIN,
     MOST_TOKEN_ID,
     Alternatives,
+    Choices,
     FinishName,
     Tier,
     TokenId,
@@ -35,6 +36,9 @@ class CompletionRequest(StructuredGeneration):
         | Annotated[list[TokenPrompt], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     )
     echo: bool | None = Field(None, description="The prompt comes back before the answer.")
+    best_of: Choices | None = Field(
+        None, description="How many answers are made, of which the n likeliest are told; not in streams."
+    )
     logprobs: Alternatives | None = Field(None, description="Of how many of the likeliest tokens.")
     max_tokens: int | None = Field(
         None,
@@ -52,6 +56,16 @@ class CompletionRequest(StructuredGeneration):
     def _nothing_needs_echo(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens may be 0 only with echo")
+        return self
+
+    @model_validator(mode="after")
+    def _the_best_are_among_all(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError("best_of may not be less than n")
+        if self.stream and self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of is not allowed when stream is true")
+        if self.prompt_logprobs is not None and self.echo and self.logprobs is not None:
+            raise ValueError("prompt_logprobs is not allowed with echo and logprobs, which tell the same")
         return self
 
     @property
@@ -81,6 +95,7 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = Field(None, description="With return_token_ids.")
     prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
     chain: str | None = Field(None, description=CHAIN)
+    prompt_logprobs: list[Any] | None = Field(None, description="Where they are asked for.")
 
 
 class CreateCompletionResponse(BaseModel):

@@ -15,7 +15,7 @@ _CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
     "moderation": (),
 }
-_COMPLETIONS: Final[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
+_COMPLETIONS: Final[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
 _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "function_call": (),
     "audio": (),
@@ -30,9 +30,7 @@ def without_unsupported_chat(body: Any) -> Any:
 
 
 def without_unsupported_completion(body: Any) -> Any:
-    """As `without_unsupported_chat`. `best_of` may also equal `n`."""
-    if isinstance(body, dict) and body.get("best_of") is not None and body["best_of"] == body.get("n", 1):
-        body = {name: value for name, value in body.items() if name != "best_of"}
+    """As `without_unsupported_chat`."""
     return without(body, _COMPLETIONS)
 
 
