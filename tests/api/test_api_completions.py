@@ -9,6 +9,7 @@ import pytest
 
 from coserve.core.plan import TokenLogprobs
 from coserve.text import Text
+from coserve.text.infill import infill
 from coserve.wire.scores import Scores
 from serving import Play, World
 from spelling import sentence_pieces
@@ -187,6 +188,24 @@ def test_the_best_answers_are_told(play: Play) -> None:
             told = best["choices"][2 * prompt : 2 * prompt + 2]
             assert [one["token_ids"] for one in told] == its[:2] and told[0]["logprobs"] is None
             assert told[0]["prompt_token_ids"] == list(asked("xy"[prompt]))
+
+    play(story)
+
+
+def test_the_middle_is_filled_in_where_the_tokenizer_has_tokens_for_it(play: Play) -> None:
+    async def story(world: World) -> None:
+        text, body = (
+            world.state.text,
+            {"model": "tiny", "prompt": "def f(", "suffix": "): pass", "max_tokens": 1},
+        )
+        known = dict(text.tokenizer.added_tokens_decoder)
+        marks = dict(enumerate(("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), 100))
+        marked = type("Marked", (), {"added_tokens_decoder": {**known, **marks}})()
+        found = infill(marked, text.firsts, (7, 8), (9,))
+        assert found == (*text.firsts, 100, 7, 8, 101, 9, 102)
+        answer = await world.http.post("/v1/completions", json=body)  # this one has none
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
+        assert (await world.http.post("/v1/completions", json={**body, "suffix": ""})).status_code == 200
 
     play(story)
 

@@ -35,6 +35,7 @@ from coserve.serve.routes import (
     models,
     tokens,
     transfers,
+    uploads,
 )
 from coserve.serve.state import State
 from coserve.serve.tinker import routes as tinker
@@ -54,6 +55,10 @@ STREAMED = ("/v1/chat/completions", "/v1/completions", anthropic.MESSAGES)  # re
 COMPUTED = (*STREAMED, embeddings.EMBEDDINGS)  # requests that the engine computes
 
 
+_ROOMS: Final = (
+    *(chat, completions, embeddings, anthropic, models, adapters, transfers, files, uploads, jobs, batches),
+    *(tokens, health, docs),
+)
 # Forms of errors below these paths; elsewhere they are OpenAI's.
 SHAPES: Final = {anthropic.MESSAGES: ERRORS}
 
@@ -73,8 +78,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     )
     app.state.coserve, settings = state, state.settings
     errors.install(app)
-    for room in (chat, completions, embeddings, anthropic, models, adapters, transfers, files, jobs, batches,
-                 tokens, health, docs):  # fmt: skip
+    for room in _ROOMS:
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     own = OwnRoutes(state, chat.router, completions.router, embeddings.router)
@@ -86,6 +90,8 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     def body_limit(path: str) -> int:
         if path in _UPLOADS:
             return settings.max_file_bytes + _FORM_BYTES
+        if path.startswith("/v1/uploads/"):
+            return uploads.LARGEST_PART + _FORM_BYTES
         is_large = path in (*COMPUTED, *tokens.TOKENS, anthropic.COUNT_TOKENS, *tinker.LARGE)
         return MOST_BODY_BYTES if is_large else MOST_SMALL_BODY_BYTES
 

@@ -11,7 +11,7 @@ from coserve.text.detokenize import NO_TOKENS, TextStream
 from coserve.text.markup import Markups
 from coserve.text.rendering import NO_VARIABLES, Tools, Turns, Variables
 from coserve.text.token_bytes import TokenBytes
-from coserve.text.tokenizer import Tokenizer, load_tokenizer
+from coserve.text.tokenizer import Tokenizer, first_tokens, load_tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Text:
         self.allow_special_tokens = allow_special_tokens
         self.markups = Markups(tokenizer, tool_format)
         self._token_bytes = TokenBytes(tokenizer)
+        self.firsts = tuple(first_tokens(tokenizer))  # that stand before every text
 
     @classmethod
     def load(

@@ -26,6 +26,7 @@ from coserve.serve.errors import ApiError
 from coserve.serve.offload import Offload
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
+from coserve.text.infill import infill
 from coserve.text.markup import PLAIN, Markup
 from coserve.wire.messages import Hello
 
@@ -38,9 +39,9 @@ _TURN = 32  # characters that a turn of a chat counts as, for the time that its 
 class RequestBuilder:
     """Builds the calls of one client for one model, whose ids begin with `kind`, of the service tier `tier`,
     with at most `most_choices` answers to a prompt. Those of one `salt` share the prompts' cache;
-    approximations of the model may answer those that are `adaptive`. For `by_token` and `stated` see `Call`. Of prompts the last `truncation`
-    tokens are kept, or for -1 as many as fit. `hello` is
-    the engine's, with the properties of the model's base."""
+    approximations of the model may answer those that are `adaptive`. For `by_token` and `stated` see `Call`.
+    Of prompts the last `truncation` tokens are kept, or for -1 as many as fit. `hello` is the engine's, with
+    the properties of the model's base."""
 
     state: State
     tenant: Tenant
@@ -128,6 +129,16 @@ class RequestBuilder:
         self._check_length(len(text))
         beside = self.state.prompts if len(text) >= _LONG else None
         return await self._tokens(partial(self.state.text.encode, special=special), text, beside)
+
+    async def infilled(self, begin: str | Sequence[int], end: str) -> tuple[int, ...]:
+        """The prompt of the middle between a beginning and an end. Raises ApiError for a model that cannot
+        fill it in."""
+        text = self.state.text
+        ids = await self.text_tokens(begin, special=False) if isinstance(begin, str) else begin
+        try:
+            return infill(text.tokenizer, text.firsts, ids, await self.text_tokens(end, special=False))
+        except DataError as error:
+            raise ApiError(400, str(error), param="suffix", code="unsupported_parameter") from error
 
     def _encoded(self, chat: Chat) -> tuple[int, ...]:
         return self.state.text.chat(chat.turns, chat.tools, chat.variables, chat.is_continued)

@@ -1,6 +1,6 @@
 """`POST /v1/completions`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter, Request, Response
 
@@ -47,8 +47,11 @@ async def create_completion(
     told = body.n or 1
     made = body.best_of or told
     builder = await builder_for(state, caller, body, "cmpl-")
+    prompts: Sequence[str | Sequence[int]] = body.prompts
+    if body.suffix:
+        prompts = [await builder.infilled(prompt, body.suffix) for prompt in prompts]
     call = await builder.completion(
-        body.prompts,
+        prompts,
         sampling_of(body, state.text, 0 if made > told and body.logprobs is None else body.logprobs, scores),
         RequestSize(
             choices=made,

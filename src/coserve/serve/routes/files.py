@@ -59,10 +59,7 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
         file = _described(upload, id, caller)
         path = state.store.file_path(file)
         upload.path = upload.path.rename(partial_of(path))  # its suffix says how to read it
-        if file.purpose == "fine-tune":
-            examples, ignored = await _survey(request, state, caller, upload.path, file.filename)
-            details = f"Not read of its records: {', '.join(ignored)}" if ignored else None
-            file = replace(file, examples=examples, details=details)
+        file = await surveyed(request, state, caller, upload.path, file)
         await asyncio.to_thread(settle, upload.path, path)
     finally:
         upload.path.unlink(missing_ok=True)
@@ -71,7 +68,7 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
     except QuotaExceeded:
         await asyncio.to_thread(path.unlink)
         raise
-    return _shown(file)
+    return shown_file(file)
 
 
 @router.get("/v1/files", response_model=FileList, responses=error_responses(), summary="List files")
@@ -88,7 +85,7 @@ async def list_files(
     if page is None:
         raise unknown_cursor(after)
     ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    shown = [WrittenJson(written_later(_shown, file)) for file in page.records]
+    shown = [WrittenJson(written_later(shown_file, file)) for file in page.records]
     told = {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1]}
     return await json_reply(state.bodies, caller.id, {**told, "has_more": page.has_more})
 
@@ -96,7 +93,7 @@ async def list_files(
 @router.get("/v1/files/{file_id}", responses=error_responses(404), summary="Retrieve a file")
 async def retrieve_file(file_id: str, caller: Caller, state: Shared) -> FileObject:
     """Describes a file."""
-    return _shown(await find_file(state, caller, file_id, "file_id"))
+    return shown_file(await find_file(state, caller, file_id, "file_id"))
 
 
 @router.get(
@@ -151,8 +148,23 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
     if upload.fields:
         name = min(upload.fields)
         raise ApiError(400, f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
-    filename = (upload.filename or "")[:_LONGEST_NAME]
-    return File(id, tenant.id, filename, purpose, upload.bytes, now, suffix_of(filename), expires=expires)
+    file = described_file(tenant, upload.filename or "", purpose, upload.bytes, expires)
+    return replace(file, id=id)
+
+
+def described_file(tenant: Tenant, name: str, purpose: str, size: int, expires: int | None) -> File:
+    """A file that is uploaded now, with a new id."""
+    name, now = name[:_LONGEST_NAME], int(time.time())
+    return File(new_id("file"), tenant.id, name, purpose, size, now, suffix_of(name), expires=expires)
+
+
+async def surveyed(request: Request, state: State, tenant: Tenant, path: Path, file: File) -> File:
+    """A file at `path` with what is told of its contents. Raises ApiError 400 for bad training data."""
+    if file.purpose != "fine-tune":
+        return file
+    examples, ignored = await _survey(request, state, tenant, path, file.filename)
+    details = f"Not read of its records: {', '.join(ignored)}" if ignored else None
+    return replace(file, examples=examples, details=details)
 
 
 def _expires(upload: Upload, now: int) -> int | None:
@@ -196,7 +208,8 @@ def no_such_file(id: str, param: str) -> ApiError:
     return not_found(f"No such File object: {id}", param=param, code="file_not_found")
 
 
-def _shown(file: File) -> FileObject:
+def shown_file(file: File) -> FileObject:
+    """A file as it is told."""
     return FileObject(
         id=file.id,
         bytes=file.bytes,

@@ -146,8 +146,8 @@ class StatedBounds(RequestBody):
 
 
 class Generation(RequestBody):
-    """Fields of both kinds of request. The last fourteen are not OpenAI's: twelve are vLLM's, and `adaptive` and
-    `slo` are coserve's own."""
+    """Fields of both kinds of request. The last fourteen are not OpenAI's: twelve are vLLM's, and `adaptive`
+    and `slo` are coserve's own."""
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

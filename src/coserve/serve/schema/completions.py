@@ -17,7 +17,6 @@ from coserve.serve.schema.common import (
     Words,
 )
 from coserve.serve.schema.structured import StructuredGeneration
-from coserve.serve.schema.unsupported import without_unsupported_completion
 
 DEFAULT_MAX_TOKENS = 16
 _HELLO: Any = {"model": "coserve-tiny", "prompt": "Once upon a time", "max_tokens": 16}
@@ -36,6 +35,9 @@ class CompletionRequest(StructuredGeneration):
         | Annotated[list[TokenPrompt], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     )
     echo: bool | None = Field(None, description="The prompt comes back before the answer.")
+    suffix: Words | None = Field(
+        None, description="What follows the answer, for models with tokens to fill in a text's middle."
+    )
     best_of: Choices | None = Field(
         None, description="How many answers are made, of which the n likeliest are told; not in streams."
     )
@@ -46,11 +48,6 @@ class CompletionRequest(StructuredGeneration):
         le=MOST_TOKEN_ID,
         description=f"{DEFAULT_MAX_TOKENS} unless given; 0 only with echo, to score a prompt.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        return without_unsupported_completion(body)
 
     @model_validator(mode="after")
     def _nothing_needs_echo(self) -> "CompletionRequest":
@@ -64,6 +61,8 @@ class CompletionRequest(StructuredGeneration):
             raise ValueError("best_of may not be less than n")
         if self.stream and self.best_of not in (None, self.n or 1):
             raise ValueError("best_of is not allowed when stream is true")
+        if self.suffix and self.echo:
+            raise ValueError("echo is not allowed with suffix")
         if self.prompt_logprobs is not None and self.echo and self.logprobs is not None:
             raise ValueError("prompt_logprobs is not allowed with echo and logprobs, which tell the same")
         return self

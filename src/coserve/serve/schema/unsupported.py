@@ -15,7 +15,6 @@ _CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
     "moderation": (),
 }
-_COMPLETIONS: Final[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
 _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "function_call": (),
     "audio": (),
@@ -27,11 +26,6 @@ _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
 def without_unsupported_chat(body: Any) -> Any:
     """The body without unsupported parameters that have no effect. Raises ApiError 400 for any other."""
     return without(body, _CHAT)
-
-
-def without_unsupported_completion(body: Any) -> Any:
-    """As `without_unsupported_chat`."""
-    return without(body, _COMPLETIONS)
 
 
 def without_unsupported_message(message: Any) -> Any:

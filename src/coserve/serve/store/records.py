@@ -360,6 +360,25 @@ class BatchRecord(Record):
         return self.created + self.window
 
 
+class UploadRecord(Record):
+    """A file that comes in parts, which are in a folder of its own until it is completed. `bytes` count as
+    kept: all of its `size` while it is pending. `life` is that of its `file`, in seconds; None for ever."""
+
+    __tablename__ = "uploads"
+    __table_args__ = (Index("uploads_of_tenant", "tenant", "number"),)
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    status: Mapped[str]
+    filename: Mapped[str]
+    purpose: Mapped[str]
+    size: Mapped[int]
+    bytes: Mapped[int]
+    created: Mapped[int]
+    expires: Mapped[int] = mapped_column(index=True)
+    life: Mapped[int | None] = mapped_column(default=None)
+    file: Mapped[str | None] = mapped_column(default=None)
+
+
 class Creation(Record):
     """The creation of a request with an `Idempotency-Key`, and its reply. `id` is a digest of tenant and key,
     `request` one of what was asked for. Without a `reply`, as one that is too large or was lost with the

@@ -14,8 +14,8 @@ from coserve.text.tools.tool import Tool
 @dataclass(frozen=True, slots=True)
 class AnswerParts:
     """The parts of an answer: calls of `tools` in a `format`, several only where they are `parallel`; or,
-    where calls are not `forced`, text, or else an `answer`, an expression of the grammar. It `has_reasoning` before it, of which
-    the prompt has the opening mark where that is open (`is_thinking`)."""
+    where calls are not `forced`, text, or else what the expression `answer` matches. It `has_reasoning`
+    before it, of which the prompt has the opening mark where that is open (`is_thinking`)."""
 
     format: ToolFormat | None = None
     tools: Sequence[Tool] = ()

@@ -26,6 +26,7 @@ from coserve.serve.store.records import (
     TinkerRun,
     TinkerSampler,
     TinkerSession,
+    UploadRecord,
 )
 from coserve.serve.store.store import Store
 
@@ -104,6 +105,7 @@ def drawn(draw: random.Random, id: str, owner: str, made: list[TableRow]) -> Tab
     rows: list[TableRow] = [
         Creation(id, owner, 1, words, words, reply=words),
         BatchRecord(id, owner, words, words, words, 1, 1, labels={words: words}, errors={words: words}),
+        UploadRecord(id, owner, "pending", words, words, 5, draw.randrange(10**6), 1, 1, file=words),
         TinkerSession(id, owner, 1, words, {"a": words}),
         File(id, owner, words, "fine-tune", draw.randrange(10**6), 1, ".jsonl", details=words),
         job(owner, id, labels={"x": words}),

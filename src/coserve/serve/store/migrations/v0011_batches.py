@@ -1,4 +1,4 @@
-"""The table of batches."""
+"""The tables of batches, and of uploads in parts."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -11,11 +11,14 @@ branch_labels = None
 depends_on = None
 
 _TEXTS = "id tenant status endpoint input_file metadata output_file error_file errors"
-TABLES = {"batches": ("{row}.tenant", _TEXTS, False)}
+TABLES = {
+    "batches": ("{row}.tenant", _TEXTS, False),
+    "uploads": ("{row}.tenant", "id tenant status filename purpose file", True),
+}
 
 
 def upgrade() -> None:
-    """Adds the table, empty."""
+    """Adds the tables, empty."""
     times = ("began", "cancelling", "finalizing", "ended")
     op.create_table(
         "batches",
@@ -34,5 +37,18 @@ def upgrade() -> None:
     )
     op.create_index("ix_batches_status", "batches", ["status"])
     op.create_index("batches_of_tenant", "batches", ["tenant", "number"])
+    op.create_table(
+        "uploads",
+        sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("id", sa.Text, nullable=False, unique=True),
+        sa.Column("tenant", sa.Text, sa.ForeignKey("tenants.id"), nullable=False),
+        *(sa.Column(name, sa.Text, nullable=False) for name in ("status", "filename", "purpose")),
+        *(sa.Column(name, sa.Integer, nullable=False) for name in ("size", "bytes", "created", "expires")),
+        sa.Column("life", sa.Integer, nullable=True),
+        sa.Column("file", sa.Text, nullable=True),
+        sqlite_autoincrement=True,
+    )
+    op.create_index("ix_uploads_expires", "uploads", ["expires"])
+    op.create_index("uploads_of_tenant", "uploads", ["tenant", "number"])
     for table, counted in TABLES.items():
         count_rows(table, *counted)
