@@ -60,7 +60,8 @@ async def reply(request: Request, state: State, call: Call, shape: AnswerFormat)
     except ClientGone:
         return Response(status_code=_GONE)
     stream = EventStream(_events(request, state, first, pieces, call, shape), pieces)
-    stream.headers.update(_headers(call, call.stated and call.clock.kept_by_first(call.stated)))
+    known = None if call.stated is None else call.clock.kept_by_first(call.stated)
+    stream.headers.update(_headers(call, known))
     return stream
 
 

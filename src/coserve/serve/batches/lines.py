@@ -18,7 +18,7 @@ _PIECE: Final = 1 << 20  # bytes that are read at once, but for a long line
 _AT_ONCE: Final = 64  # lines
 
 
-class _Form(msgspec.Struct):
+class _LineForm(msgspec.Struct):
     custom_id: str
     method: str
     url: str
@@ -74,7 +74,7 @@ class BatchReader:
             message = f"The line is longer than {_LONGEST_LINE} bytes."
             return BatchLine(number, fault=_bad(message, None, "request_too_large"))
         try:
-            form = msgspec.json.decode(text, type=_Form)
+            form = msgspec.json.decode(text, type=_LineForm)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return BatchLine(
                 number, fault=_bad(f"The line is no request of a batch: {error}", None, "invalid_json_line")

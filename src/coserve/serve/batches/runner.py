@@ -38,7 +38,7 @@ _LATER: Final = (429, 503)  # statuses of what may be tried again
 
 
 @dataclass
-class _UnderWay:
+class _RunningBatch:
     """A batch that runs. `ends` is why it ends before its last line."""
 
     output: ResultFile
@@ -55,7 +55,7 @@ class Batches:
         self._threads = Offload(2, "batches")
         self._turns = TenantTurns()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch
-        self._under_way: dict[str, _UnderWay] = {}
+        self._under_way: dict[str, _RunningBatch] = {}
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     @asynccontextmanager
@@ -172,13 +172,13 @@ class Batches:
             for file in (opened.output, opened.errors):
                 file.close()
 
-    def _open(self, batch: BatchRecord, folder: Path) -> _UnderWay:
+    def _open(self, batch: BatchRecord, folder: Path) -> _RunningBatch:
         files = [self._file(batch, letter, 0) for letter in "oe"]
         paths = [self.state.store.file_path(file) for file in files]
         output = ResultFile(folder / "output.jsonl", paths[0])
-        return _UnderWay(output, ResultFile(folder / "errors.jsonl", paths[1]))
+        return _RunningBatch(output, ResultFile(folder / "errors.jsonl", paths[1]))
 
-    async def _advance(self, batch: BatchRecord, owner: Tenant, running: _UnderWay, input: Path) -> None:
+    async def _advance(self, batch: BatchRecord, owner: Tenant, running: _RunningBatch, input: Path) -> None:
         """Has all lines answered, as far as time, room and the tenant let them, and notes the others."""
         done = running.output.done | running.errors.done
         if not running.ends and len(done) < batch.total:
@@ -196,7 +196,7 @@ class Batches:
         if running.ends:
             await self._threads.run(batch.tenant, self._note_rest, batch, running, input)
 
-    async def _look(self, batch: BatchRecord, running: _UnderWay) -> None:
+    async def _look(self, batch: BatchRecord, running: _RunningBatch) -> None:
         """Ends a batch whose time is over, or whose results exceed its tenant's room."""
         if time.time() >= batch.expires:
             self._end_work(running, "expired")
@@ -208,13 +208,13 @@ class Batches:
                 self._end_work(running, "failed")
 
     @staticmethod
-    def _end_work(running: _UnderWay, reason: str) -> None:
+    def _end_work(running: _RunningBatch, reason: str) -> None:
         running.ends = running.ends or reason
         if running.work is not None:
             running.work.cancel()
 
     async def _work(
-        self, batch: BatchRecord, owner: Tenant, running: _UnderWay, input: Path, done: set[int]
+        self, batch: BatchRecord, owner: Tenant, running: _RunningBatch, input: Path, done: set[int]
     ) -> None:
         """Has every line answered that has no result yet."""
         reader = await self._threads.run(batch.tenant, BatchReader, input, batch.endpoint, done)
@@ -237,7 +237,7 @@ class Batches:
     def _running(self) -> int:
         return _AT_ONCE if self.state.link.hello is None else self.state.link.hello.max_running
 
-    async def _one(self, batch: BatchRecord, owner: Tenant, running: _UnderWay, line: BatchLine) -> None:
+    async def _one(self, batch: BatchRecord, owner: Tenant, running: _RunningBatch, line: BatchLine) -> None:
         """Has one line answered, and writes its result."""
         if line.fault is not None:
             error = {"code": line.fault.code, "message": line.fault.message, "param": line.fault.param}
@@ -283,7 +283,7 @@ class Batches:
             await asyncio.sleep(_PAUSE * 2**attempt)
         return reply
 
-    def _note_rest(self, batch: BatchRecord, running: _UnderWay, input: Path) -> None:
+    def _note_rest(self, batch: BatchRecord, running: _RunningBatch, input: Path) -> None:
         """Writes why the lines that have no result have none."""
         error = {"code": f"batch_{running.ends}", "message": _OVER[running.ends]}
         reader = BatchReader(input, batch.endpoint, running.output.done | running.errors.done)
@@ -294,7 +294,7 @@ class Batches:
         finally:
             reader.close()
 
-    async def _finish(self, batch: BatchRecord, running: _UnderWay, folder: Path) -> None:
+    async def _finish(self, batch: BatchRecord, running: _RunningBatch, folder: Path) -> None:
         """Makes files of the results, and ends the batch."""
         batches, status, now = self.state.store.batches, running.ends or "completed", int(time.time())
         if not running.ends:

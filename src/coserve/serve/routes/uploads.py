@@ -47,7 +47,7 @@ async def create_upload(body: UploadRequest, caller: Caller, state: Shared) -> U
     free = (await asyncio.to_thread(shutil.disk_usage, state.settings.state)).free
     if body.bytes > free - DISK_RESERVE:
         raise ApiError(507, "The server's disk has no room for this file.", code="disk_full")
-    now, life = int(time.time()), body.expires_after and body.expires_after.seconds
+    now, life = int(time.time()), None if body.expires_after is None else body.expires_after.seconds
     upload = UploadRecord(
         new_id("upload").replace("-", "_", 1), caller.id, "pending", body.filename, body.purpose, body.bytes,
         body.bytes, now, now + _SECONDS, life,

@@ -198,7 +198,7 @@ class Generation(RequestBody):
     bad_words: BadWords | None = Field(None, description="Words of one token each, which no answer has.")
     slo: StatedBounds | None = Field(
         None,
-        description="Bounds of this request, for which training makes room; usage tells whether they were kept.",
+        description="Bounds for which training makes room. The usage tells whether they were kept.",
     )
 
     @model_validator(mode="after")

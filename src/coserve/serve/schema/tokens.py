@@ -35,11 +35,7 @@ class TokenizeRequest(RequestBody):
             self.continue_final_message
         ):
             raise ValueError("exactly one of add_generation_prompt and continue_final_message may be true")
-        if (
-            self.continue_final_message
-            and (self.messages or ())[-1:]
-            and self.messages[-1].role != "assistant"
-        ):
+        if self.continue_final_message and self.messages and self.messages[-1].role != "assistant":
             raise ValueError("continue_final_message needs a last message of the role assistant")
         return self
 

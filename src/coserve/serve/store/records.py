@@ -356,7 +356,7 @@ class BatchRecord(Record):
 
     @property
     def expires(self) -> int:
-        """When it is ended at the latest."""
+        """The time at which it is ended at the latest."""
         return self.created + self.window
 
 
