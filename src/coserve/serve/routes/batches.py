@@ -29,7 +29,7 @@ async def _batches(request: Request) -> Batches:
 Runner = Annotated[Batches, Depends(_batches)]
 
 
-@router.post("", responses=error_responses(404), openapi_extra=KEYED, summary="Create a batch")
+@router.post("", responses=error_responses(404, 409, 422), openapi_extra=KEYED, summary="Create a batch")
 async def create_batch(body: BatchRequest, caller: Caller, state: Shared, runner: Runner) -> BatchObject:
     """Answers the requests in a file below everything else: in time and memory that no other request takes.
     The answers are a file, too; a line that is wrong fails alone."""

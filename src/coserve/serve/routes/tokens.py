@@ -54,11 +54,12 @@ async def show_version(request: Request) -> Version:
     return Version(version=request.app.version)
 
 
-@router.get("/ping", tags=["Health"], summary="Whether the server answers")
+@router.get("/ping", tags=["Health"], summary="Whether the server answers", response_class=Response,
+            responses={200: {"content": {"text/plain": {}}}})  # fmt: skip
 @router.post("/ping", tags=["Health"], summary="Whether the server answers", include_in_schema=False)
 async def ping() -> Response:
     """Answers with nothing, as SageMaker asks for."""
-    return Response()
+    return Response(media_type="text/plain")
 
 
 def _as_chat(body: TokenizeRequest) -> ChatRequest:

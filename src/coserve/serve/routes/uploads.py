@@ -38,7 +38,7 @@ _PIECE: Final = 1 << 20
 _turns = TenantTurns()  # of uploads: one part at a time, so that all parts together keep to the size
 
 
-@router.post("", responses=error_responses(), summary="Begin an upload")
+@router.post("", responses=error_responses(507), summary="Begin an upload")
 async def create_upload(body: UploadRequest, caller: Caller, state: Shared) -> UploadObject:
     """Begins a file that comes in parts, for an hour. All of its bytes count as kept from now on."""
     if body.bytes > (most := state.settings.max_file_bytes):
