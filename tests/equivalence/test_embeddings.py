@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from coserve import Engine, EngineConfig, SamplingParams
-from coserve.core.request import POOLINGS
+from coserve.core.events import TokenEvent
+from coserve.core.request import POOLINGS, FinishReason, Request
+from coserve.core.sequence import Sequence
 from coserve.engine.completion import Completion
+from coserve.wire.scores import little
 from mixed import SMALL, make_engine
 from models import Exact, tiny, with_lora
 
@@ -89,3 +92,18 @@ def test_the_deterministic_mode_embeds_by_pieces() -> None:
     config = EngineConfig(calibrate=False, cache_tokens=256, deterministic=True)
     engine = Engine(tiny("llama", torch.float32, vocab_size=SMALL), config)
     agrees(embed(engine, prompt, "mean", None).result(), expected(base, prompt, "mean").double())
+
+
+def test_a_part_that_restarts_replaces_those_before_it() -> None:
+    prompt = Request("r", (5, 6, 7, 8), SamplingParams(max_tokens=0, pooling="mean"))
+    handle = Completion(Sequence(1, prompt), None, lambda: False, lambda: None)
+    for values, restarts in (
+        ([1.0, 2.0], True),
+        ([9.0, 9.0], False),
+        ([2.0, 4.0], True),
+        ([6.0, 4.0], False),
+    ):
+        part = little("f", values)
+        handle.take(TokenEvent(1, "r", None, pooled=part, restarts=restarts))
+    handle.finish(FinishReason.LENGTH)
+    assert handle.embedding.tolist() == [2.0, 2.0]
