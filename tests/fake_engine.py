@@ -46,7 +46,7 @@ from coserve.wire.messages import (
     StepOptimizer,
     Token,
 )
-from coserve.wire.scores import NONE, Scores
+from coserve.wire.scores import NONE, Scores, little
 
 SPEAK_SECONDS = 1.0  # between two reports, at most
 Script = Callable[[Request, int], int]  # the token at a place of an answer
@@ -223,7 +223,10 @@ class FakeEngine:
         if sampling.max_tokens == 0:
             self._drop(request.id)
             chosen = self.chooses(request)
-            return Token(request.id, None, NONE, scored, FinishReason.LENGTH, alternative=chosen)
+            pooled = b"" if sampling.pooling is None else little("f", self.embed(request))
+            return Token(
+                request.id, None, NONE, scored, FinishReason.LENGTH, alternative=chosen, embedding=pooled
+            )
         token = self.script(request, place)
         self.places[request.id] = place + 1
         finish = None
@@ -238,6 +241,11 @@ class FakeEngine:
             request.id, token, logprobs, scored, finish, cached=self._cached(request) if first else 0,
             alternative=self.chooses(request),
         )  # fmt: skip
+
+    def embed(self, request: Request) -> list[float]:
+        """An embedding that tells what was embedded, and how."""
+        kind = len(request.sampling.pooling or "")
+        return [float(kind), float(sum(request.prompt)), *[1.0] * 254]
 
     def _cached(self, request: Request) -> int:
         known = (request.scope, request.prompt) in self.cached

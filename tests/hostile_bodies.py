@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 CHAT, TEXT, JOB = "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/jobs"
+EMBEDDINGS, BATCHES, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/v1/batches", "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 Body = tuple[str, bytes]  # path, JSON
@@ -119,6 +120,47 @@ def _cut(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     return path, body[: draw.randrange(len(body))]
 
 
+def _inputs(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    """Texts, tokens and chats for routes that make neither answers nor streams of them."""
+    word, ids = draw.choice(["word ", "a", "\U0001f600"]), [draw.randrange(1000)] * (nbytes // 5)
+    words, few = word * (nbytes // len(json.dumps(word))), word * (nbytes // 2048 // 8)
+    return draw.choice([
+        (EMBEDDINGS, {"model": "tiny", "input": words}),
+        (EMBEDDINGS, {"model": "tiny", "input": [few] * 2048}),
+        (EMBEDDINGS, {"model": "tiny", "input": draw.choice([ids, [[i] for i in ids[:3000]], [[]] * 2048])}),
+        (TOKENIZE, {"prompt": words}),
+        (TOKENIZE, {"messages": [{"role": "user", "content": few}] * 2000}),
+        (DETOKENIZE, {"tokens": ids}),
+    ])  # fmt: skip
+
+
+def _forms(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    """Forms of answers that take long to compile, or are none."""
+    deep, wide = draw.choice([100, 20_000]), [f"p{i:x}" for i in range(draw.choice([1024, nbytes // 20]))]
+    form = draw.choice([
+        {"regex": "(" * deep + "a" + ")*" * deep}, {"regex": "(a|aa)*" * deep}, {"regex": "a{1,9999}" * 40},
+        {"choice": wide}, {"json": "[" * deep}, {"json": {"enum": wide}},
+        {"grammar": "root ::= " + "(" * deep},
+        {"grammar": "".join(f"r{i} ::= r{i + 1} | r{i}\n" for i in range(min(deep, 4000)))},
+        {"grammar": "start: " + " | ".join(f'"{name}"' for name in wide)},
+    ])  # fmt: skip
+    name = next(iter(form))
+    fields = draw.choice([{"structured_outputs": form}, {f"guided_{name}": form[name]}])
+    return draw.choice([(CHAT, chat(**fields)), (TEXT, text(**fields))])
+
+
+def _batch(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    name = draw.choice(["a", "../", "\x00", "file-"]) * (nbytes // 8)
+    ids = draw.choice([[name], ["part_" + "a" * 24] * (nbytes // 40)])
+    return draw.choice([
+        (BATCHES, {"input_file_id": name, "endpoint": TEXT, "completion_window": "24h"}),
+        (BATCHES, {"input_file_id": "file-x", "endpoint": name, "completion_window": name}),
+        ("/v1/uploads", {"filename": name, "purpose": "batch", "bytes": 10**15, "mime_type": name}),
+        ("/v1/uploads/upload_x/complete", {"part_ids": ids, "md5": name}),
+    ])  # fmt: skip
+
+
 KINDS: list[Callable[[random.Random, int], tuple[str, Any]]] = [
-    _parts, _messages, _items, _long, _prompts, _ids, _unknown, _keys, _nested, _schema, _cut,
+    _parts, _messages, _items, _long, _prompts, _ids, _unknown, _keys, _nested, _schema, _cut, _inputs,
+    _forms, _batch,
 ]  # fmt: skip

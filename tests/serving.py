@@ -86,7 +86,10 @@ async def world(folder: Path, engine: dict[str, Any], fields: dict[str, Any]) ->
         await state.link.wait_ready(SECONDS)
         app = create_app(state)
         transport = httpx2.ASGITransport(app=app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        async with (
+            httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http,
+            app.state.batches.running(),
+        ):
             yield World(fake, state, app, http)
 
 

@@ -70,6 +70,7 @@ REMOTE_BARS: Mapping[str, Bar | None] = {
 SERVER_BARS: Mapping[str, Bar | None] = {
     "overhead.ratio": Bar(0.9),
     "first_byte_p99_ms": None,
+    "batch.live_p99": Bar(1.1, at_most=True),
     "restart.ready_s": Bar(5.0, at_most=True),
 }
 

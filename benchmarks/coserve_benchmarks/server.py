@@ -1,4 +1,5 @@
-"""`coserve bench server`: the cost of serving over HTTP, and recovery from a killed engine."""
+"""`coserve bench server`: the cost of serving over HTTP, live answers beside a batch, and recovery
+from a killed engine."""
 
 import tempfile
 from collections.abc import Callable, Collection, Mapping
@@ -6,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coserve_benchmarks import firstbyte, overhead, restart
+from coserve_benchmarks import batches, firstbyte, overhead, restart
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import CACHE_TOKENS, Bench
@@ -16,6 +17,7 @@ from coserve_benchmarks.served import Served
 _RUNS: Mapping[str, Callable[[Bench, Served], None]] = {
     "overhead": overhead.run,
     "latency": firstbyte.run,
+    "batches": batches.run,
     "restart": restart.run,
 }
 GROUPS = tuple(_RUNS)

@@ -7,7 +7,10 @@ from typing import Any
 import openai
 import pytest
 
+from coserve.core.plan import TokenLogprobs
 from coserve.text import Text
+from coserve.text.infill import infill
+from coserve.wire.scores import Scores
 from serving import Play, World
 from spelling import sentence_pieces
 
@@ -136,7 +139,15 @@ INVALID: list[tuple[str | None, dict[str, Any]]] = [
     ("prompt", {"prompt": "x" * 300_000}),
     ("n", {"prompt": ["x"] * 100, "n": 16}),
     ("suffix", {"suffix": "end"}),
-    ("best_of", {"best_of": 3}),
+    (None, {"best_of": 1, "n": 2}),
+    (None, {"best_of": 3, "stream": True}),
+    ("n", {"best_of": 17}),
+    (None, {"prompt_logprobs": 1, "stream": True}),
+    (None, {"prompt_logprobs": 1, "echo": True, "logprobs": 1}),
+    ("bad_words", {"bad_words": ["several words at once"]}),
+    ("bad_words.0", {"bad_words": [""]}),
+    ("truncate_prompt_tokens", {"truncate_prompt_tokens": -2}),
+    ("prompt", {"truncate_prompt_tokens": 0}),
     ("logprobs", {"logprobs": 21}),
     (None, {"max_tokens": 0}),
 ]
@@ -158,6 +169,81 @@ def test_best_of_what_n_is_asks_for_nothing(play: Play) -> None:
             model="tiny", prompt="x", n=2, best_of=2, max_tokens=1
         )
         assert len(answer.choices) == 2
+
+    play(story)
+
+
+def test_the_best_answers_are_told(play: Play) -> None:
+    async def story(world: World) -> None:
+        asked = world.state.text.encode
+        world.engine._score = lambda token, most: Scores.of((TokenLogprobs(-float(token % 97)),))  # type: ignore[method-assign]
+        body = {"model": "tiny", "prompt": ["x", "y"], "max_tokens": 3, "seed": 1, "return_token_ids": True}
+        every = (await world.http.post("/v1/completions", json={**body, "n": 5})).json()["choices"]
+        best = (await world.http.post("/v1/completions", json={**body, "n": 2, "best_of": 5})).json()
+        assert [one["index"] for one in best["choices"]] == [0, 1, 2, 3]
+        assert best["usage"]["completion_tokens"] == 30
+        for prompt in range(2):
+            its = [one["token_ids"] for one in every[5 * prompt : 5 * prompt + 5]]
+            its.sort(key=lambda tokens: sum(token % 97 for token in tokens))
+            told = best["choices"][2 * prompt : 2 * prompt + 2]
+            assert [one["token_ids"] for one in told] == its[:2] and told[0]["logprobs"] is None
+            assert told[0]["prompt_token_ids"] == list(asked("xy"[prompt]))
+
+    play(story)
+
+
+def test_the_middle_is_filled_in_where_the_tokenizer_has_tokens_for_it(play: Play) -> None:
+    async def story(world: World) -> None:
+        text, body = (
+            world.state.text,
+            {"model": "tiny", "prompt": "def f(", "suffix": "): pass", "max_tokens": 1},
+        )
+        known = dict(text.tokenizer.added_tokens_decoder)
+        marks = dict(enumerate(("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), 100))
+        marked = type("Marked", (), {"added_tokens_decoder": {**known, **marks}})()
+        found = infill(marked, text.firsts, (7, 8), (9,))
+        assert found == (*text.firsts, 100, 7, 8, 101, 9, 102)
+        answer = await world.http.post("/v1/completions", json=body)  # this one has none
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
+        assert (await world.http.post("/v1/completions", json={**body, "suffix": ""})).status_code == 200
+
+    play(story)
+
+
+def test_vllms_further_fields(play: Play) -> None:
+    async def story(world: World) -> None:
+        encode, post = world.state.text.encode, world.http.post
+        body: Any = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 2, "prompt_logprobs": 2}
+        tokens = encode("Once upon a time")
+        chat = {**body, "messages": [{"role": "user", "content": "x"}]}
+        del chat["prompt"]
+        told = (await post("/v1/completions", json=body)).json()["choices"][0]["prompt_logprobs"]
+        of_chat = (await post("/v1/chat/completions", json=chat)).json()["prompt_logprobs"]
+        for scores, prompt in ((told, tokens), (of_chat, world.submits()[1].prompt)):
+            assert scores[0] is None and len(scores) == len(prompt)
+            for token, by_id in zip(prompt[1:], scores[1:], strict=True):
+                own = by_id[str(token)]
+                name = world.state.text.token_text(token)
+                assert (own["logprob"], own["rank"], own["decoded_token"]) == (-0.5, 1, name)
+                assert len(by_id) == 2
+        for kept, most in ((3, 3), (-1, 2046), (5000, 5000)):
+            body = {
+                "model": "tiny",
+                "prompt": [5, 6, 7, 8] * 600,
+                "max_tokens": 2,
+                "truncate_prompt_tokens": kept,
+            }
+            answer = await post("/v1/completions", json=body)
+            assert answer.status_code == (400 if kept == 5000 else 200)
+            if kept != 5000:
+                assert world.submits()[-1].prompt == tuple(([5, 6, 7, 8] * 600)[-most:])
+        await post(
+            "/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 1, "bad_words": ["a"]}
+        )
+        banned = world.submits()[-1].sampling.logit_bias
+        assert {*banned.values()} == {-float("inf")}
+        spelled = [encode(before + "a", special=False) for before in ("", " ")]
+        assert {*banned} == {one[0] for one in spelled if len(one) == 1}
 
     play(story)
 

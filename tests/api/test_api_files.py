@@ -101,7 +101,7 @@ def test_bad_lines_are_named(shared_play: Play, name: str, data: bytes, said: st
 
 def test_what_is_no_upload_is_refused(play: Play) -> None:
     async def story(world: World) -> None:
-        for purpose in ("assistants", "batch", "fine-tune-results", "x"):
+        for purpose in ("assistants", "batch_output", "fine-tune-results", "x"):
             with pytest.raises(openai.BadRequestError, match="purpose"):
                 await put(world, "a.jsonl", jsonl(CHAT), purpose=purpose)
         with pytest.raises(openai.BadRequestError, match="expires_behind"):

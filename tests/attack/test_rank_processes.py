@@ -196,7 +196,7 @@ class _Told:
 @pytest.mark.parametrize("token", [3, 4])
 def test_ranks_that_draw_other_tokens_are_lost(token: int) -> None:
     executor = RemoteExecutor.__new__(RemoteExecutor)
-    executor._lost = None
+    executor._lost, executor._is_pipeline = None, False
     executor.workers = [_Told("rank 0", 3), _Told("rank 1", token)]  # type: ignore[list-item]
     if token == 3:
         assert executor._receive(BasePlan()).sampled[7].token == 3

@@ -14,7 +14,8 @@ class TokenEvent:
     """A sequence's next token. `token` is None where a step only scored part of a prompt.
 
     `prompt_logprobs` continue those of the sequence's last event: each position is reported once, even if a
-    preemption made it run twice. The answer's first token has the number of `cached` prompt tokens.
+    preemption made it run twice. The answer's first token has the number of `cached` prompt tokens. `pooled`
+    is a part of an embedding (`Sampled`), which `restarts` where a preempted prompt is read anew.
     """
 
     key: int
@@ -24,6 +25,8 @@ class TokenEvent:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     cached: int = 0
+    pooled: bytes = b""
+    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -403,11 +403,13 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The token sampled for one sequence. `prompt_logprobs` are those of the prompt positions scored in this
-    step, in order, without the first prompt token."""
+    step, in order, without the first prompt token. `pooled` is what the step's rows add to an embedding, by
+    its pooling: numbers for the model's width, float32, little-endian."""
 
     token: int | None  # None where a prefill chunk ended before the prompt did
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    pooled: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import msgspec
 from coserve.errors import ConfigError
 
 BASE: Final = "base"  # id of an engine's first base, which is the only one in most engines
+POOLINGS: Final = ("mean", "last")  # of a prompt's rows after the final norm: their mean, or the last row
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -76,7 +77,7 @@ _SMALL: Final = 0.05
 class SamplingParams:
     """Sampling of the next token. The defaults are greedy decoding of at most 256 tokens."""
 
-    max_tokens: int = 256  # 0 only scores the prompt: with prompt_logprobs, and no answer follows
+    max_tokens: int = 256  # 0 only reads the prompt, with prompt_logprobs or pooling: no answer follows
     min_tokens: int = 0  # end-of-sequence and stop tokens are held back before this many
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all
@@ -93,11 +94,12 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives to report beside the chosen token's own
     prompt_logprobs: int | None = None
     grammar: str | None = None  # an llguidance grammar that the whole answer must match
+    pooling: str | None = None  # one of POOLINGS: an embedding is made of the prompt, and max_tokens is 0
 
     def __post_init__(self) -> None:
         self._check_kinds()
         checks = {
-            "max_tokens": self.max_tokens >= (1 if self.prompt_logprobs is None else 0),
+            "max_tokens": self.max_tokens > 0 or (self.prompt_logprobs, self.pooling) != (None, None),
             "min_tokens": 0 <= self.min_tokens <= self.max_tokens,
             "temperature": 0.0 <= self.temperature < float("inf"),
             "top_k": self.top_k >= 0,
@@ -109,6 +111,7 @@ class SamplingParams:
             "logit_bias": all(bias < float("inf") for bias in self.logit_bias.values()),  # NaN is not
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
             "prompt_logprobs": self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
+            "pooling": self.pooling is None or (self.pooling in POOLINGS and self.max_tokens == 0),
         }
         for name, holds in checks.items():
             if not holds:
@@ -161,7 +164,7 @@ class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     base's own, and shared with it.
 
     A `newcomer` is a request of a tenant below its fair share: its first token has priority
-    (`schedule/newcomers.py`).
+    (`schedule/newcomers.py`). One in the `background` delays no other request (`schedule/background.py`).
     """
 
     id: str
@@ -175,6 +178,7 @@ class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     virtual_rows: int = 0
     scope: str | None = ""
     newcomer: bool = False
+    background: bool = False
     of_base: bool = False
     alternatives: tuple[str | None, ...] = ()
     continued: tuple[int, ...] = ()

@@ -4,9 +4,11 @@ Iterating a handle steps the engine unless another thread does; handles of one e
 or from several threads.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import add
 
 from coserve.core.events import TokenEvent
 from coserve.core.plan import TokenLogprobs
@@ -15,6 +17,7 @@ from coserve.core.sequence import Sequence
 from coserve.errors import CoserveError
 from coserve.model.grammar import Grammar
 from coserve.text.detokenize import TextStream
+from coserve.wire.scores import numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,14 @@ class Completion:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
+        self.embedding = array("f")  # of a prompt that is pooled, once it is complete
         self.finish_reason: FinishReason | None = None
         self.error: CoserveError | None = None
         self._stream = text
         self._drive, self._cancel = drive, cancel
         self._grammar = grammar
         self._deltas: deque[Delta] = deque()
+        self._sum = array("d")  # of rows that are pooled
 
     @property
     def tokens(self) -> list[int]:
@@ -98,6 +103,8 @@ class Completion:
         self.prompt_logprobs += event.prompt_logprobs
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
+        if event.pooled:
+            self._pool(numbers("f", event.pooled), event.restarts)
         if event.token is None:
             return False
         text = "" if self._stream is None else self._stream.push(event.token)
@@ -108,8 +115,17 @@ class Completion:
         """Marks the answer as ended, by `error` if it failed."""
         if self._stream is not None:
             self._add(Delta(self._stream.finish()))
+        if self._sum and reason is not FinishReason.CANCELLED:
+            rows = len(self.sequence.request.prompt)
+            count = rows if self.sequence.request.sampling.pooling == "mean" else 1
+            self.embedding = array("f", (value / count for value in self._sum))
         self.finish_reason, self.error = reason, error
         self._grammar = None
+
+    def _pool(self, part: Iterable[float], restarts: bool) -> None:
+        """Adds a part of the embedding; one that `restarts` replaces those before it."""
+        is_first = restarts or not self._sum
+        self._sum = array("d", part if is_first else map(add, self._sum, part))
 
     def _raise(self) -> None:
         if self.error is not None:

@@ -57,7 +57,7 @@ from coserve.wire.messages import (
     Token,
     WeighJob,
 )
-from coserve.wire.scores import NONE, Scores
+from coserve.wire.scores import NONE, Scores, little
 
 _CHECKS = 8  # jobs that are checked at once; a server asks for one of each tenant
 _PREVIEWS = 2  # jobs that are looked at at once; whole files are in memory meanwhile
@@ -315,6 +315,8 @@ class ServedEngine:
             return
         alternative = completion.alternative
         if isinstance(event, TokenEvent):
+            if event.pooled and event.finish_reason is None:  # the whole embedding is told at the end
+                return
             self._tokens.append(
                 Token(
                     name,
@@ -324,6 +326,7 @@ class ServedEngine:
                     event.finish_reason,
                     cached=event.cached,
                     alternative=alternative,
+                    embedding=little("f", completion.embedding),
                 )
             )
         else:

@@ -214,19 +214,37 @@ class Base:
         run = self._whole_tail if self._norm_and_head is None else self._short_tail
         return run(hidden, rows).squeeze(0)  # whose gradient is a view; that of an index is copied into zeros
 
+    @torch.no_grad()
+    def last_hidden(self, hidden: Tensor, rows: Rows | None = None) -> Tensor:
+        """Hidden states [1, rows, width] after the final norm, transformers' `last_hidden_state`, of the last
+        layer's output `hidden`. Bypasses of `rows` apply to the norm."""
+        self.chain.on_layer()
+        if self._norm_and_head is None:
+            found: Tensor = self._run_last(self._decoder, hidden, rows).last_hidden_state
+            return found
+        return self._in_ends(self._norm_and_head[:1], hidden, rows)
+
     def _short_tail(self, hidden: Tensor, rows: Rows | None) -> Tensor:
         assert self._norm_and_head is not None
-        norm, head = self._norm_and_head
+        return self._in_ends(self._norm_and_head, hidden, rows)
+
+    def _in_ends(self, modules: Sequence[Any], hidden: Tensor, rows: Rows | None) -> Tensor:
+        """Runs modules behind the last layer, one after the other."""
         with self._standing_aside, self.chain.ends.visit(Direction.INFER):
             self.cell.rows = rows
             try:
-                logits: Tensor = head(norm(hidden))
+                for module in modules:
+                    hidden = module(hidden)
             finally:
                 self.cell.rows = None
-        return logits
+        return hidden
 
     def _whole_tail(self, hidden: Tensor, rows: Rows | None) -> Tensor:
-        """Runs the whole model, whose last layer answers with `hidden`."""
+        logits: Tensor = self._run_last(self.model, hidden, rows).logits
+        return logits
+
+    def _run_last(self, module: Any, hidden: Tensor, rows: Rows | None) -> Any:
+        """Runs the model, or its decoder alone, whose last layer answers with `hidden`; its output."""
         last = self.depth - 1
 
         def answer(given: Tensor, call: Call) -> Tensor:
@@ -239,10 +257,9 @@ class Base:
         answered: list[None] = []
         tokens = torch.zeros(hidden.shape[1], dtype=torch.long, device=hidden.device)
         try:
-            logits: Tensor = self._run_model(self.model, answer, tokens[None], tokens[None]).logits
+            return self._run_model(module, answer, tokens[None], tokens[None])
         finally:
             self.cell.rows = None
-        return logits
 
     def _begin(self, tokens: Tensor, positions: Tensor, rows: Rows | None) -> Begun:
         """Runs the prologue in its short form, if it has one."""

@@ -149,6 +149,10 @@ class StitchedBase(Base):
         """Logits by the second base's tail; see `Base.tail`."""
         return self._second.tail(hidden, rows)
 
+    def last_hidden(self, hidden: Tensor, rows: Rows | None = None) -> Tensor:
+        """Hidden states after the second base's final norm; see `Base.last_hidden`."""
+        return self._second.last_hidden(hidden, rows)
+
     def _begin(self, tokens: Tensor, positions: Tensor, rows: Rows | None) -> tuple[Tensor, LayerCalls]:
         """The first base's embeddings, and each layer's arguments as its own base has them."""
         hidden, own = self._first.prologue(tokens, positions, rows)

@@ -21,8 +21,13 @@ def record(
         return None
     assert ends == (sampled.token is not None), "a token follows the last one known, and only that"
     scored = _fresh(sequence, segment, sampled)
-    if sequence.request.sampling.max_tokens == 0:  # the prompt was to be scored, without an answer
-        return TokenEvent(sequence.key, sequence.request.id, None, None, scored) if scored or ends else None
+    if sequence.request.sampling.max_tokens == 0:  # the prompt was to be read, without an answer
+        if not (scored or ends or sampled.pooled):
+            return None
+        pooled, restarts = sampled.pooled, segment.start == 0
+        return TokenEvent(
+            sequence.key, sequence.request.id, None, None, scored, pooled=pooled, restarts=restarts
+        )
     if sampled.token is not None:
         _append(sequence, sampled.token, now)
     elif not scored:

@@ -35,15 +35,16 @@ def step_limit(running: Iterable[Sequence], cost: StepCosts, config: SchedulerCo
 
 
 def decoding(running: Iterable[Sequence], cost: StepCosts, config: SchedulerConfig) -> list[Sequence]:
-    """Running sequences to decode in this step: newcomers, then the others in order of arrival.
+    """Running sequences to decode in this step: newcomers, then the others in order of arrival, those in the
+    background last.
 
     Pages are taken from the last in this order, never from a sequence whose row is in the step.
     """
     running = list(running)
     ready = _ready(running, config)
-    if not any(one.request.newcomer for one in running):
+    if not any(one.request.newcomer or one.request.background for one in running):
         return ready
-    ready.sort(key=lambda one: not one.request.newcomer)
+    ready.sort(key=lambda one: (one.request.background, not one.request.newcomer))
     limit = step_limit(running, cost, config)
     if limit == INFINITE:
         return ready

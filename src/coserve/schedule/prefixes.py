@@ -248,8 +248,11 @@ class Prefixes:
         return self._sharing and sequence.request.scope is not None and not sequence.offloaded
 
     def _most(self, sequence: Sequence) -> int:
-        """Most tokens it may find: all but the last one and those to be scored."""
+        """Most tokens it may find: all but the last one and those to be scored; none where all are
+        pooled."""
         request = sequence.request
+        if request.sampling.pooling == "mean":
+            return 0
         scored = len(request.prompt) - 1
         if request.sampling.prompt_logprobs is not None and sequence.reported < scored:
             return sequence.reported

@@ -16,6 +16,11 @@ def _age(sequence: Sequence) -> tuple[float, int]:
     return sequence.request.arrival, sequence.key
 
 
+def _yields(sequence: Sequence) -> tuple[bool, bool, float, int]:
+    """Sort key: who gives up pages first is last."""
+    return sequence.request.background, not sequence.request.newcomer, *_age(sequence)
+
+
 class RequestQueues:
     """The waiting line, the running sequences with their pages, and the blocked ones.
 
@@ -97,6 +102,11 @@ class RequestQueues:
         self.blocked_on_adapter.remove(sequence)
         self.join(sequence)
 
+    @property
+    def free_places(self) -> int:
+        """Number of sequences that may run beside those that do."""
+        return self._config.max_running - len(self.running)
+
     def enter(self, sequence: Sequence, now: float) -> bool:
         """Starts a waiting sequence if there are pages for its tokens and the next one."""
         if len(self.running) >= self._config.max_running:
@@ -169,7 +179,8 @@ class RequestQueues:
         return cache.prefixes.reaches_copy(sequence) and cache.swapping.is_sooner(sequence, start)
 
     def grow(self, sequence: Sequence, now: float) -> bool:
-        """Allocates pages for all tokens of a running sequence, preempting the latest others, newcomers last.
+        """Allocates pages for all tokens of a running sequence, preempting the latest others, those in the
+        background first and newcomers last.
 
         False if the sequence itself was preempted. The first newcomer, or else the earliest sequence, always
         gets its pages: it may take all, and `check` ensured that all are enough.
@@ -188,7 +199,7 @@ class RequestQueues:
             resident = self._resident(sequence.request.base)
             if len(resident) == 1 and cache.prefixes.held.let_all_go():
                 continue
-            last = max(resident, key=lambda one: (not one.request.newcomer, *_age(one)))
+            last = max(resident, key=_yields)
             self.preempt(last, now)
             if last is sequence:
                 return False

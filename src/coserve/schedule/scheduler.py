@@ -15,6 +15,7 @@ from coserve.core.events import Event, JobFailed, PassDone, StepDone, TrainingPr
 from coserve.core.plan import BasePlan, BaseResult, PassesAlone, StepPlan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction, Position
 from coserve.errors import OffloadFailed
+from coserve.schedule import background
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.cost import CostModel
 from coserve.schedule.features import StepFeatures
@@ -149,8 +150,10 @@ class Scheduler:
         held = self.policy.holds(view)
         if not held:
             self._queues.make_way(now)
+            background.make_way(self._queues, now)
             view = replace(view, waiting=self.requests.waiting, running=self.requests.running)
             resting = self._offload_turns.resting((*view.running, *view.waiting), now)
+            resting |= background.resting(view.running, view.waiting, self.cost)
             closed = self._decode(builder, resting)
             self._prefill(builder, view, resting, closed)
         if self._underway:

@@ -12,6 +12,8 @@ from coserve.serve import errors
 from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.anthropic import routes as anthropic
 from coserve.serve.anthropic.errors import ERRORS
+from coserve.serve.batches.asked import OwnRoutes
+from coserve.serve.batches.runner import Batches
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import AllowedOrigins, TrustedHosts
 from coserve.serve.http.idempotency import Idempotency
@@ -25,15 +27,19 @@ from coserve.serve.responses import routes as responses
 from coserve.serve.responses.background import ResponseRuns
 from coserve.serve.routes import (
     adapters,
+    batches,
     chat,
     completions,
     docs,
+    embeddings,
     files,
     health,
     jobs,
     models,
     stored_chats,
+    tokens,
     transfers,
+    uploads,
 )
 from coserve.serve.state import State
 from coserve.serve.tinker import routes as tinker
@@ -42,16 +48,37 @@ from coserve.serve.tinker.dialect import Dialect
 _FORM_BYTES = 2 * 2**20  # around the large file in an upload
 _UPLOADS = ("/v1/files", "/v1/adapters")
 # Requests that create something and have no number of their own, by which to know one that comes again.
-CREATING = (*_UPLOADS, "/v1/load_lora_adapter", "/v1/fine_tuning/jobs", "/api/v1/create_session")
-STREAMED = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    anthropic.MESSAGES,
-    responses.RESPONSES,
-)  # requests for text
-_LARGE = anthropic.COUNT_TOKENS, responses.COMPACT, responses.COUNT
+CREATING = (
+    *_UPLOADS,
+    "/v1/load_lora_adapter",
+    "/v1/fine_tuning/jobs",
+    "/v1/batches",
+    "/api/v1/create_session",
+)
+# Requests for text.
+STREAMED = ("/v1/chat/completions", "/v1/completions", anthropic.MESSAGES, responses.RESPONSES)
+COMPUTED = (*STREAMED, embeddings.EMBEDDINGS)  # requests that the engine computes
+_LARGE = (
+    *COMPUTED,
+    *tokens.TOKENS,
+    anthropic.COUNT_TOKENS,
+    responses.COMPACT,
+    responses.COUNT,
+    *tinker.LARGE,
+)
+    *COMPUTED,
+    *tokens.TOKENS,
+    anthropic.COUNT_TOKENS,
+    responses.COMPACT,
+    responses.COUNT,
+    *tinker.LARGE,
+)
 
 
+_ROOMS: Final = (
+    *(chat, stored_chats, completions, embeddings, anthropic, responses, conversations, models, adapters),
+    *(transfers, files, uploads, jobs, batches, tokens, health, docs),
+)
 # Forms of errors below these paths; elsewhere they are OpenAI's.
 SHAPES: Final = {anthropic.MESSAGES: ERRORS}
 
@@ -71,23 +98,12 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     )
     app.state.coserve, settings = state, state.settings
     errors.install(app)
-    rooms = (
-        chat,
-        stored_chats,
-        completions,
-        anthropic,
-        responses,
-        conversations,
-        models,
-        adapters,
-        transfers,
-        files,
-        jobs,
-    )
-    for room in (*rooms, health, docs):
+    for room in _ROOMS:
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     app.state.responses = ResponseRuns(state)
+    own = OwnRoutes(state, chat.router, completions.router, embeddings.router)
+    app.state.batches = Batches(state, own)
     app.state.tinker = Dialect(state, clock)
     for router in tinker.ROUTERS:
         app.include_router(router)
@@ -95,14 +111,16 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     def body_limit(path: str) -> int:
         if path in _UPLOADS:
             return settings.max_file_bytes + _FORM_BYTES
-        is_large = path in (*STREAMED, *_LARGE, *tinker.LARGE)
+        if path.startswith("/v1/uploads/"):
+            return uploads.LARGEST_PART + _FORM_BYTES
+        is_large = path in _LARGE
         return MOST_BODY_BYTES if is_large else MOST_SMALL_BODY_BYTES
 
     rates = TokenBuckets(settings.max_requests_minute, clock)
     bad_keys = TokenBuckets(settings.max_bad_keys_minute, clock)
     # The last one added is the first to see a request.
-    app.add_middleware(Revocation, tenants=state.store.tenants, paths=STREAMED)
-    app.add_middleware(ConcurrencyLimit, queue=state.queue, paths=STREAMED)
+    app.add_middleware(Revocation, tenants=state.store.tenants, paths=COMPUTED)
+    app.add_middleware(ConcurrencyLimit, queue=state.queue, paths=COMPUTED)
     app.add_middleware(
         UploadRoom,
         files=state.store.files,

@@ -15,7 +15,7 @@ import sys
 import time
 
 from coserve.errors import CoserveError, EngineLost
-from coserve.serve.app import STREAMED, create_app, error_shape_of
+from coserve.serve.app import COMPUTED, create_app, error_shape_of
 from coserve.serve.compose import build_state
 from coserve.serve.http.connections import ConnectionLimits
 from coserve.serve.http.listener import Listener, fastest_loop
@@ -53,7 +53,7 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
             settings.max_connections, settings.max_connections_address, settings.stall_seconds
         )
         _allow_files(limits.most + _OTHER_FILES)
-        shedder = LoadShedder(state.queue, STREAMED)
+        shedder = LoadShedder(state.queue, COMPUTED)
         own = socket.socket(fileno=start.listen_fd)
         app = create_app(state)
         await app.state.responses.resume()
@@ -61,9 +61,10 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
         serving = asyncio.create_task(listener.run())
         await listener.started()
         beating = asyncio.create_task(_beat(pipes))
-        pipes.say(Status("ready", seconds=time.monotonic() - began))
         stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        async with app.state.batches.running():
+            pipes.say(Status("ready", seconds=time.monotonic() - began))
+            await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not serving.done():
             pipes.say(Status("draining"))

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from coserve.config import EngineConfig, StitchedChain
-from coserve.core.request import BASE, SLO
+from coserve.core.request import BASE, POOLINGS, SLO
 from coserve.core.setting import Flag, Range, check_ranges
 from coserve.errors import ConfigError
 from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
@@ -136,6 +136,8 @@ class ServerSettings:
     standby: Annotated[
         bool, Flag("Keep no second engine waiting: saves some 400 MB.", name=" /--no-standby")
     ] = True
+    # Of embeddings, by vLLM's names: MEAN of all tokens' hidden states, or the LAST one's.
+    pooling_type: Annotated[str, Flag("How /v1/embeddings pools: MEAN or LAST.")] = "MEAN"
     log_level: Annotated[str, Flag("debug, info, warning or error.")] = "info"
 
     def __post_init__(self) -> None:
@@ -149,6 +151,8 @@ class ServerSettings:
             )
         if unknown_reporters := set(self.report_to) - set(REPORTERS):
             raise ConfigError(f"report_to has {min(unknown_reporters)!r}; there are {', '.join(REPORTERS)}")
+        if self.pooling not in POOLINGS:
+            raise ConfigError(f"pooling_type must be MEAN or LAST, not {self.pooling_type!r}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         if self.tool_format is not None:
@@ -216,6 +220,11 @@ class ServerSettings:
                     f"cors_origins has {origin!r}: expected scheme://host[:port] and nothing behind it, "
                     "such as https://chat.example.org, or *"
                 )
+
+    @property
+    def pooling(self) -> str:
+        """Pooling of embeddings, by the engine's name."""
+        return self.pooling_type.lower()
 
     @property
     def base_name(self) -> str:

@@ -11,7 +11,7 @@ from coserve.text.detokenize import NO_TOKENS, TextStream
 from coserve.text.markup import Markups
 from coserve.text.rendering import NO_VARIABLES, Tools, Turns, Variables
 from coserve.text.token_bytes import TokenBytes
-from coserve.text.tokenizer import Tokenizer, load_tokenizer
+from coserve.text.tokenizer import Tokenizer, first_tokens, load_tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Text:
         self.allow_special_tokens = allow_special_tokens
         self.markups = Markups(tokenizer, tool_format)
         self._token_bytes = TokenBytes(tokenizer)
+        self.firsts = tuple(first_tokens(tokenizer))  # that stand before every text
 
     @classmethod
     def load(
@@ -51,14 +52,15 @@ class Text:
             except DataError as error:  # it may take other chats
                 _log.warning("a chat of one message cannot be answered: %s", error)
 
-    def encode(self, prompt: str) -> tuple[int, ...]:
-        """Token ids of a prompt, with the beginning-of-text token where the tokenizer puts one.
+    def encode(self, prompt: str, special: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt, with the `special` tokens that the tokenizer puts at its ends, such as one
+        for the beginning of a text.
 
         Raises DataError for a control token's spelling that the tokenizer cannot encode as text.
         """
         if not self.allow_special_tokens and (control := control_tokens(self.tokenizer)).spelled_in(prompt):
-            return tuple(control.text_ids(prompt, add_special_tokens=True))
-        return tuple(self.tokenizer(prompt, verbose=False)["input_ids"])
+            return tuple(control.text_ids(prompt, add_special_tokens=special))
+        return tuple(self.tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
 
     def chat(
         self,
@@ -84,10 +86,10 @@ class Text:
         """
         return TextStream(self.tokenizer, stops, after, kept)
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, without special ones; spaces are left alone."""
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
+        """The text of tokens, with `special` ones or without; spaces are left alone."""
         return self.tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
 
     def starts(self, tokens: Iterable[int]) -> list[int]:

@@ -299,6 +299,7 @@ class Token(WireMessage, frozen=True):
     fault: Fault | None = None  # the request was refused; nothing follows
     cached: int = 0
     alternative: int = 0
+    embedding: bytes = b""  # of a pooled prompt, with its end: float32, little-endian
 
 
 class TokenCounts(msgspec.Struct, frozen=True):

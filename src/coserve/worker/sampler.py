@@ -15,6 +15,7 @@ from coserve.errors import CoserveError, RequestError
 from coserve.kernels.rows import concat_rows
 from coserve.model.base import Base
 from coserve.model.sample import NO_TOKEN, sample, sample_plain, token_logprobs
+from coserve.wire.scores import little
 from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
 from coserve.worker.sequence_table import DeviceRows, SequenceTable
 
@@ -38,6 +39,7 @@ class Drawn:
     tokens: Tensor
     logprobs: Sequence[TokenLogprobs | None]
     states: PassStates | None
+    pooled: dict[int, Tensor]
 
 
 class Sampler:
@@ -67,7 +69,7 @@ class Sampler:
     def draw(self, batch: PassedRows) -> Drawn:
         """Samples and scores the rows of a pass. Changes nothing: the pass may be repeated."""
         ends = list(accumulate(batch.counts))
-        scored = self._score_prompts(batch, ends)
+        scored, pooled = self._score_prompts(batch, ends), self._pool_prompts(batch, ends)
         answers = [self.table[segment.key] for segment in batch.segments]
         pairs = enumerate(zip(batch.segments, answers, strict=True))
         done = [i for i, (segment, answer) in pairs if segment.start + segment.length == answer.length]
@@ -75,14 +77,14 @@ class Sampler:
         keys = [segment.key for segment in segments]
         rows = self.table.rows(segments)
         if not done:
-            return Drawn(batch.segments, scored, keys, rows, rows, [], batch.states)
+            return Drawn(batch.segments, scored, keys, rows, rows, [], batch.states, pooled)
         adapters = adapter_ranges(self.loaded, segments, [1] * len(done))
         logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
         positions = torch.tensor([s.start + s.length for s in segments], device=rows.device)
         tokens = self._choose(logits, rows, positions)
         wanted = [answers[i].request.sampling.logprobs for i in done]
         logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
-        return Drawn(batch.segments, scored, keys, rows, tokens, logprobs, batch.states)
+        return Drawn(batch.segments, scored, keys, rows, tokens, logprobs, batch.states, pooled)
 
     def note(self, passes: Sequence[Drawn]) -> dict[int, Sampled]:
         """Makes the tokens of passes their sequences' newest ones, and states their current ones; returns
@@ -104,6 +106,9 @@ class Sampler:
             for key, of_prompt in drawn.scored.items():
                 earlier = results[key].prompt_logprobs
                 results[key] = replace(results[key], prompt_logprobs=(*earlier, *of_prompt))
+        for key in {key for drawn in passes for key in drawn.pooled}:
+            parts = [drawn.pooled[key] for drawn in passes if key in drawn.pooled]
+            results[key] = replace(results[key], pooled=little("f", sum(parts[1:], parts[0]).tolist()))
         return results
 
     def draws(self, segments: Sequence[InferenceSegment]) -> bool | None:
@@ -147,6 +152,23 @@ class Sampler:
             if segment.key in self.table.scored:
                 hidden = batch.hidden[:, end - segment.length : end]
                 found[segment.key] = self._prompt_logprobs(segment, hidden)
+        return found
+
+    def _pool_prompts(self, batch: PassedRows, ends: Sequence[int]) -> dict[int, Tensor]:
+        """Sums [width] of what the rows of prompts give after the final norm, or the last row's, where an
+        embedding is made of them."""
+        found = {}
+        for segment, end in zip(batch.segments, ends, strict=True) if self.table.pooled else ():
+            if segment.key not in self.table.pooled:
+                continue
+            request, rows = self.table[segment.key].request, segment.length
+            if request.sampling.pooling == "last":
+                if segment.start + rows < len(request.prompt):
+                    continue
+                rows = 1
+            late = outside_layers(self.base.late_sites, adapter_ranges(self.loaded, [segment], [rows]))
+            final = self.base.last_hidden(batch.hidden[:, end - rows : end], late)
+            found[segment.key] = final[0].sum(0, dtype=torch.promote_types(final.dtype, torch.float32))
         return found
 
     def _logits(self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]]) -> Tensor:

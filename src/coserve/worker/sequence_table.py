@@ -71,6 +71,7 @@ class SequenceTable:
         self._answers: dict[int, Answer] = {}  # as far as plans have told of them
         self._rows: dict[int, int] = {}  # of these, by key
         self.scored: set[int] = set()  # keys of those whose prompts are to be scored
+        self.pooled: set[int] = set()  # or give an embedding
         self._free = list(range(capacity - 1, -1, -1))
 
     def __getitem__(self, key: int) -> Answer:
@@ -134,6 +135,7 @@ class SequenceTable:
         self._block_table[row] = self._attention.padding_page
         self.sampling.clear(row)
         self.scored.discard(key)
+        self.pooled.discard(key)
         self._free.append(row)
         return answer.request.adapter
 
@@ -234,6 +236,8 @@ class SequenceTable:
         self._rows[key] = self._free.pop()
         if request.sampling.prompt_logprobs is not None:
             self.scored.add(key)
+        if request.sampling.pooling is not None:
+            self.pooled.add(key)
 
     def _enter(self, key: int, request: Request) -> None:
         row, output, params = self._rows[key], request.continued, request.sampling

@@ -21,7 +21,12 @@ from coserve_benchmarks.served import Served
 from coserve_benchmarks.server import run_server
 from coserve_benchmarks.streams import StreamRequest
 
-KEYS = {"overhead": "overhead.ratio", "latency": "first_byte_p99_ms", "restart": "restart.ready_s"}
+KEYS = {
+    "overhead": "overhead.ratio",
+    "latency": "first_byte_p99_ms",
+    "batches": "batch.live_p99",
+    "restart": "restart.ready_s",
+}
 
 
 @pytest.mark.slow
@@ -41,6 +46,7 @@ def test_the_whole_table_on_a_tiny_shape(tmp_path: Path) -> None:
         assert math.isfinite(results[key]) and results[key] > 0, key
     assert set(results["bars"]) == set(SERVER_BARS) and set(results["met"]) == {
         "overhead.ratio",
+        "batch.live_p99",
         "restart.ready_s",
     }
     assert results["floors"]["overhead.http"] > results["figures"]["overhead.http"]["value"]

@@ -77,7 +77,7 @@ def test_a_rank_reads_its_part_alone(
     monkeypatch.setattr(core_model_loading.DtensorShardOperation, "shard_tensor", noted_part)
     monkeypatch.setattr(core_model_loading, "_materialize_copy", noted_copy)
     with silent(number) as rank:
-        shaping = _Shaping(rank, torch.device("cpu"))
+        shaping = _Shaping(rank, torch.device("cpu"), "none")
         loaded = load_model(folder, torch.float32, shaping.cut)
         base = shaping.base_of(loaded, ModelContents(folder))
     assert len(read) >= 20 and 0.25 * whole < sum(read) <= 0.30 * whole

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -52,15 +52,23 @@ async def answer(state: State, call: Call) -> PieceStream:
     Raises, before the first piece, ApiError 429 where the queue is full and ApiError 404 for a model that has
     just been unloaded; at any time the engine's errors, or EngineLost.
     """
-    costs = [call.cost.prompts[index // call.choices] for index in range(len(call))]
-    with (
-        state.catalog.use(call.model),
-        state.queue.enter(call.tenant, costs, call.tier) as tickets,
-    ):
+    with state.catalog.use(call.model), tickets_of(state, call) as tickets:
         one_by_one = [_one(state, call, index, ticket) for index, ticket in enumerate(tickets)]
         async with aclosing(merged(one_by_one)) as pieces:
             async for piece in pieces:
                 yield piece
+
+
+@contextmanager
+def tickets_of(state: State, call: Call) -> Iterator[list[Ticket]]:
+    """Context with the tickets of a call's answers. Raises ApiError 429 where the queue is full."""
+    if call.asked.background:
+        yield state.queue.beside(call.tenant, len(call))
+        return
+    call.clock.place = state.queue.place(call.tenant)
+    costs = [call.cost.prompts[index // call.choices] for index in range(len(call))]
+    with state.queue.enter(call.tenant, costs, call.tier) as tickets:
+        yield tickets
 
 
 async def merged(sources: Sequence[PieceStream]) -> PieceStream:
@@ -96,7 +104,7 @@ async def merged(sources: Sequence[PieceStream]) -> PieceStream:
 
 
 async def _one(state: State, call: Call, index: int, ticket: Ticket) -> PieceStream:
-    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival)
+    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival, call.clock)
     await ticket.admitted()
     timing.admitted(time.monotonic())
     writer = Writer(state, call, index)

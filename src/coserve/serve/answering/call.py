@@ -1,18 +1,22 @@
 """A call for answers: what routes make of their bodies, and what is answered, in no dialect."""
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Final
 
 import msgspec
 
-from coserve.core.request import Request
+from coserve.core.request import SLO, Request
 from coserve.serve.adapter_registry.catalog import EXACT, Model
+from coserve.serve.answering.clock import CallClock
 from coserve.serve.answering.cost import RequestCost
 from coserve.serve.store.records import Tenant
 from coserve.text.markup import PLAIN, Markup
 
 SEEDS: Final = 2**63
+# Whether calls that are built in this context delay no other: those of a batch.
+IN_BACKGROUND: Final = ContextVar("IN_BACKGROUND", default=False)
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +25,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     `stops` end the text of an answer, which the server handles. An answer that `goes_on` continues the text
     of its prompt; `markup` is what its text holds beside what it says. Each token of an answer `by_token`
-    is told by itself, even one without text.
+    is told by itself, even one without text. The client has `stated` bounds of its own, if any; the `clock`
+    has the times of the answers.
     """
 
     asked: Request
@@ -35,6 +40,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     goes_on: bool = False
     by_token: bool = False
     markup: Markup = PLAIN
+    stated: SLO | None = None
+    clock: CallClock = msgspec.field(default_factory=CallClock)
 
     def __len__(self) -> int:
         return len(self.prompts) * self.choices

@@ -64,7 +64,7 @@ class RequestSize:
     max_tokens: int | None = None
     max_tokens_name: str = "max_tokens"
     alternatives: int | None = None  # beside each log-probability; None for none of either
-    scores_prompt: bool = False
+    reads_prompt: bool = False
     stops: Sequence[str] = ()
     biases: int = 0
     grammar_bytes: int = 0
@@ -86,7 +86,7 @@ def request_cost(size: RequestSize, limits: RequestLimits) -> RequestCost:
     check_counts(size, limits)
     most = tuple(_most_tokens(length, size, limits) for length in size.prompts)
     scored = 0.0 if size.alternatives is None else SCORED_TOKEN + ALTERNATIVE * size.alternatives
-    read = PROMPT_TOKEN + (scored if size.scores_prompt else 0.0)
+    read = PROMPT_TOKEN + (scored if size.reads_prompt else 0.0)
     token = ANSWER_TOKEN + scored + (MASKED_TOKEN if size.grammar_bytes else 0.0)
     prompts = tuple(length * read for length in size.prompts)
     each = (sum(prompts) + sum(most) * token) + len(prompts) * BIAS * size.biases
@@ -124,7 +124,7 @@ def at_most(param: str, what: str, given: int, most: int, setting: str = "") -> 
 def _most_tokens(length: int, size: RequestSize, limits: RequestLimits) -> int:
     """Most tokens of an answer to a prompt of `length` tokens: as requested, or as many as fit. Where the
     device's memory is too small the second tier counts."""
-    wanted = max(size.max_tokens if size.max_tokens is not None else 1, 0 if size.scores_prompt else 1)
+    wanted = max(size.max_tokens if size.max_tokens is not None else 1, 0 if size.reads_prompt else 1)
     most = min(limits.positions, limits.cache_tokens)
     if length + wanted > most:
         most = min(limits.positions, max(limits.cache_tokens, limits.offloaded_tokens))

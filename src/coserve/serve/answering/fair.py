@@ -45,6 +45,7 @@ class Ticket:
     is_gone: bool = False
     is_newcomer: bool = False  # decided on admission
     owed: float = 0.0
+    is_beside: bool = False  # in the background, which nothing is charged for
 
     async def admitted(self) -> None:
         """Waits until the sequence may enter the engine."""
@@ -52,6 +53,8 @@ class Ticket:
 
     def served(self, cost: float) -> None:
         """Charges work done for this sequence to its tenant."""
+        if self.is_beside:
+            return
         self.owed += cost
         if self.owed >= _CHARGED_AT_ONCE or self.is_gone:
             self.queue.charge(self.line.tenant, self.owed)
@@ -136,6 +139,18 @@ class FairQueue:
         finally:
             for ticket in tickets:
                 self.leave(ticket)
+
+    def place(self, tenant: Tenant) -> int:
+        """Number of the tenant's own sequences that wait: it sees nothing of others'."""
+        return len(self._line(tenant).waiting)
+
+    def beside(self, tenant: Tenant, sequences: int) -> list[Ticket]:
+        """Tickets of a request in the background: it takes nobody's place, and uses time that nobody has
+        asked for."""
+        entered = asyncio.get_running_loop().create_future()
+        entered.set_result(None)
+        line = self._line(tenant)
+        return [Ticket(line, self, entered, 0.0, is_gone=True, is_beside=True) for _ in range(sequences)]
 
     def leave(self, ticket: Ticket) -> None:
         """Releases a ticket in any state; repeated calls are ignored."""

@@ -1,27 +1,23 @@
-"""Grammars of answers to chats: JSON of a schema, and calls of tools."""
+"""Grammars of answers to chats: of a form, and calls of tools."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
-
-from llguidance import LLMatcher
 
 from coserve.errors import DataError
 from coserve.serve.answering.chat import Chat
 from coserve.serve.answering.cost import MOST_GRAMMAR_BYTES
+from coserve.serve.answering.structure import wrong
 from coserve.serve.errors import ApiError
 from coserve.text.markup import Markup, Markups
 from coserve.text.tools.grammar import AnswerParts, answer_grammar
-from coserve.text.tools.lark import COMPACT, Lark
+from coserve.text.tools.lark import Lark
 
 
 def chat_grammar(chat: Chat, markup: Markup, markups: Markups) -> str:
-    """The grammar of answers to a chat with a schema or with tools. Raises ApiError for a bad schema, and
+    """The grammar of answers to a chat with a structure or with tools. Raises ApiError for a bad one, and
     may take seconds even for a small one."""
-    if chat.schema is None:
+    if chat.structure is None:
         return _of_tools(chat, markup, markups.lark())
-    grammar = _compiled(chat.schema)
+    grammar = chat.structure.grammar(markups.lark())
     return _of_tools(chat, markup, markups.lark()) if chat.callable or markup.is_open else grammar
 
 
@@ -31,7 +27,7 @@ def _of_tools(chat: Chat, markup: Markup, lark: Lark) -> str:
         chat.callable,
         chat.forced,
         chat.parallel,
-        chat.schema,
+        None if chat.structure is None else chat.structure.expression(lark),
         markup.has_reasoning,
         markup.is_open,
     )
@@ -41,40 +37,12 @@ def _of_tools(chat: Chat, markup: Markup, lark: Lark) -> str:
         raise _bad_tools(str(error)) from error
     if len(grammar) > MOST_GRAMMAR_BYTES:
         raise _bad_tools(f"their grammar has {len(grammar)} bytes; at most {MOST_GRAMMAR_BYTES} are allowed")
-    if reason := _wrong(grammar):
+    if reason := wrong(grammar):
         for index, tool in enumerate(chat.callable):
-            if of_one := _wrong(answer_grammar(replace(wanted, tools=[tool], schema=None), lark.empty())):
+            if of_one := wrong(answer_grammar(replace(wanted, tools=[tool], answer=None), lark.empty())):
                 raise _bad_tools(f"tools[{index}], {tool.name!r}: {of_one}")
         raise _bad_tools(reason)
     return grammar
-
-
-def _compiled(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as a grammar."""
-    try:
-        written = json.dumps(schema)
-    except RecursionError as error:
-        raise _bad_schema("it is nested too deeply") from error
-    if len(written) > MOST_GRAMMAR_BYTES:
-        raise _bad_schema(f"it has {len(written)} bytes; at most {MOST_GRAMMAR_BYTES} are allowed")
-    try:
-        grammar: str = LLMatcher.grammar_from_json_schema(written, overrides=COMPACT)
-    except ValueError as error:
-        raise _bad_schema(str(error)) from error
-    if reason := _wrong(grammar):
-        raise _bad_schema(reason)
-    return grammar
-
-
-def _wrong(grammar: str) -> str:
-    """The reason for which a grammar is none; empty for a right one."""
-    reason: str = LLMatcher.validate_grammar(grammar)
-    return reason.partition("\n")[0]
-
-
-def _bad_schema(reason: str) -> ApiError:
-    message = f"Invalid schema for response_format: {reason}"
-    return ApiError(400, message, param="response_format", code="invalid_schema")
 
 
 def _bad_tools(reason: str) -> ApiError:

@@ -44,6 +44,29 @@ class LogprobWriter:
         as nothing is before it, and `scores` are those of the others."""
         return WrittenJson(self._completion(tokens, starts, scores, alternatives, is_first))
 
+    def prompt(self, tokens: Sequence[int], scores: Scores) -> WrittenJson:
+        """vLLM's `prompt_logprobs`: for each token but the first, which has none, an object by token id."""
+        return WrittenJson(self._prompt(tokens, scores))
+
+    def _prompt(self, tokens: Sequence[int], scores: Scores) -> Iterator[bytes]:
+        yield b"[null"
+        for at in range(1, len(tokens), _AT_ONCE):
+            some = tokens[at : at + _AT_ONCE]
+            rows = zip(some, *_columns(scores.rows(at - 1, at - 1 + len(some))), strict=True)
+            yield "".join([f",{self._by_id(*row)}" for row in rows]).encode()
+        yield b"]"
+
+    def _by_id(self, token: int, chosen: str, ids: Sequence[int], top: Sequence[str]) -> str:
+        ranked = {
+            id: (logprob, str(rank)) for rank, (id, logprob) in enumerate(zip(ids, top, strict=True), 1)
+        }
+        told = {token: (chosen, "null")} | ranked
+        entries = [
+            f'"{id}":{{"logprob":{logprob},"rank":{rank},"decoded_token":{self._name(id)}}}'
+            for id, (logprob, rank) in told.items()
+        ]
+        return f"{{{','.join(entries)}}}"
+
     def _chat(self, tokens: Sequence[int], scores: Scores) -> Iterator[bytes]:
         yield b'{"content":['
         for at in range(0, len(tokens), _AT_ONCE):

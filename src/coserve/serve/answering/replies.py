@@ -5,6 +5,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from fastapi import Request, Response
 
@@ -57,11 +58,28 @@ async def reply(
     pieces = answer(state, call)
     try:
         if not shape.streams:
-            return await unless_gone(request.receive, _whole(state, pieces, call, shape, keep))
+            whole = await unless_gone(request.receive, _whole(state, pieces, call, shape, keep))
+            kept = None if call.stated is None else call.clock.kept(call.stated)
+            whole.headers.update(_headers(call, kept))
+            return whole
         first = await unless_gone(request.receive, anext(pieces))
     except ClientGone:
         return Response(status_code=_GONE)
-    return EventStream(_events(request, state, first, pieces, call, shape, keep), pieces)
+    stream = EventStream(_events(request, state, first, pieces, call, shape, keep), pieces)
+    known = None if call.stated is None else call.clock.kept_by_first(call.stated)
+    stream.headers.update(_headers(call, known))
+    return stream
+
+
+def _headers(call: Call, kept: bool | None) -> dict[str, str]:
+    """Headers of the reply to a call: where it waited and how long, the version that answers, and whether its
+    own bounds were kept, where that is known."""
+    told = {
+        "x-coserve-queue-place": str(call.clock.place),
+        "x-coserve-queue-seconds": f"{call.clock.queued:.4f}",
+        "x-coserve-version": quote(call.model.key or call.model.name),
+    }
+    return told if kept is None else {**told, "x-coserve-slo": "kept" if kept else "missed"}
 
 
 async def _events(

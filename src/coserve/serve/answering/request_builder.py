@@ -3,13 +3,14 @@
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TypeVar
 
-from coserve.core.request import Request, SamplingParams
+from coserve.core.request import SLO, Request, SamplingParams
 from coserve.errors import DataError
 from coserve.serve.adapter_registry.catalog import Model
-from coserve.serve.answering.call import SEEDS, Call
+from coserve.serve.answering.call import IN_BACKGROUND, SEEDS, Call
 from coserve.serve.answering.chat import Chat
 from coserve.serve.answering.cost import (
     MOST_CHARACTERS,
@@ -19,11 +20,13 @@ from coserve.serve.answering.cost import (
     request_cost,
 )
 from coserve.serve.answering.grammars import chat_grammar
+from coserve.serve.answering.structure import Structure
 from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError
 from coserve.serve.offload import Offload
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
+from coserve.text.infill import infill
 from coserve.text.markup import PLAIN, Markup
 from coserve.wire.messages import Hello
 
@@ -36,8 +39,9 @@ _TURN = 32  # characters that a turn of a chat counts as, for the time that its 
 class RequestBuilder:
     """Builds the calls of one client for one model, whose ids begin with `kind`, of the service tier `tier`,
     with at most `most_choices` answers to a prompt. Those of one `salt` share the prompts' cache;
-    approximations of the model may answer those that are `adaptive`. For `by_token` see `Call`. `hello` is
-    the engine's, with the properties of the model's base."""
+    approximations of the model may answer those that are `adaptive`. For `by_token` and `stated` see `Call`.
+    Of prompts the last `truncation` tokens are kept, or for -1 as many as fit. `hello` is the engine's, with
+    the properties of the model's base."""
 
     state: State
     tenant: Tenant
@@ -50,6 +54,8 @@ class RequestBuilder:
     salt: str
     adaptive: bool
     by_token: bool
+    stated: SLO | None
+    truncation: int | None
 
     @classmethod
     async def of(
@@ -64,6 +70,8 @@ class RequestBuilder:
         salt: str | None = None,
         adaptive: bool | None = None,
         by_token: bool | None = None,
+        stated: SLO | None = None,
+        truncation: int | None = None,
     ) -> "RequestBuilder":
         """`most_choices` None is that of the settings. Raises ApiError 404 for an unknown model, 503 before
         the first engine has connected."""
@@ -72,14 +80,14 @@ class RequestBuilder:
         found = await state.catalog.find(tenant, model)
         most, own = most_choices or state.settings.max_n, hello.of(found.base_id)
         served = kind, tier, salt or "", bool(adaptive), bool(by_token)
-        return cls(state, tenant, found, own, arrived, most, *served)
+        return cls(state, tenant, found, own, arrived, most, *served, stated, truncation)
 
     async def chat(self, chat: Chat, sampling: SamplingParams, size: RequestSize) -> Call:
         """Builds the call of a chat. `sampling` has stop strings, and `size` counts answers and their
         tokens, in place of `sampling.max_tokens`. Raises ApiError for an invalid call."""
-        prompt = await self.chat_tokens(chat)
+        prompt = self._truncated(await self.chat_tokens(chat), size)
         markup = await self._markup(chat, prompt)
-        if chat.callable or chat.schema is not None:
+        if chat.callable or chat.structure is not None:
             grammar = await self.state.prompts.run(
                 self.tenant.id, chat_grammar, chat, markup, self.state.text.markups
             )
@@ -87,10 +95,19 @@ class RequestBuilder:
         return self._call([prompt], sampling, size, chat.is_continued, markup)
 
     async def completion(
-        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams, size: RequestSize
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams,
+        size: RequestSize,
+        structure: Structure | None = None,
     ) -> Call:
-        """As `chat`, of texts or token ids that answers go on with."""
-        size = replace(size, scores_prompt=sampling.prompt_logprobs is not None)
+        """As `chat`, of texts or token ids that answers go on with, in the form of a `structure`."""
+        if structure is not None:
+            lark = self.state.text.markups.lark()
+            grammar = await self.state.prompts.run(self.tenant.id, structure.grammar, lark)
+            sampling = replace(sampling, grammar=grammar)
+        reads = (sampling.prompt_logprobs, sampling.pooling) != (None, None)
+        size = replace(size, reads_prompt=reads)
         tokens = await self._prompts(prompts, size)
         return self._call(tokens, sampling, size, goes_on=True)
 
@@ -106,6 +123,22 @@ class RequestBuilder:
         is_long = chat.length + _TURN * len(turns) >= _LONG
         beside = self.state.prompts if is_long else self.state.chats
         return await self._tokens(self._encoded, chat, beside)
+
+    async def text_tokens(self, text: str, special: bool = True) -> tuple[int, ...]:
+        """Tokens of a text, with `special` ones at its ends. Raises ApiError for one that is too long."""
+        self._check_length(len(text))
+        beside = self.state.prompts if len(text) >= _LONG else None
+        return await self._tokens(partial(self.state.text.encode, special=special), text, beside)
+
+    async def infilled(self, begin: str | Sequence[int], end: str) -> tuple[int, ...]:
+        """The prompt of the middle between a beginning and an end. Raises ApiError for a model that cannot
+        fill it in."""
+        text = self.state.text
+        ids = await self.text_tokens(begin, special=False) if isinstance(begin, str) else begin
+        try:
+            return infill(text.tokenizer, text.firsts, ids, await self.text_tokens(end, special=False))
+        except DataError as error:
+            raise ApiError(400, str(error), param="suffix", code="unsupported_parameter") from error
 
     def _encoded(self, chat: Chat) -> tuple[int, ...]:
         return self.state.text.chat(chat.turns, chat.tools, chat.variables, chat.is_continued)
@@ -136,6 +169,7 @@ class RequestBuilder:
                 tokens = await self._tokens(self.state.text.encode, prompt, beside)
             else:
                 tokens = tuple(prompt)
+            tokens = self._truncated(tokens, size)
             request_cost(replace(size, prompts=(len(tokens),)), limits)
             found.append(tokens)
         return found
@@ -170,11 +204,12 @@ class RequestBuilder:
             prompt=(),
             sampling=replace(sampling, seed=seed, stop=()),
             adapter=self.model.key,
-            slo=self.state.settings.slo[self.tier],
+            slo=self._bounds(),
             arrival=self.arrived,
             base=self.model.base_id,
             scope=f"{self.tenant.id}/{self.salt}",  # prompts of one scope share the cache
             alternatives=tuple(chain.key for chain in self.model.chains) if self.adaptive else (),
+            background=IN_BACKGROUND.get(),
         )
         return Call(
             asked=asked,
@@ -187,8 +222,26 @@ class RequestBuilder:
             stops=sampling.stop,
             goes_on=goes_on,
             by_token=self.by_token,
+            stated=self.stated,
             markup=markup,
         )
+
+    def _truncated(self, tokens: tuple[int, ...], size: RequestSize) -> tuple[int, ...]:
+        """The last tokens of a prompt, as many as the client wants."""
+        most = self.truncation
+        if most is None:
+            return tokens
+        if most < 0:
+            limits = self._limits()
+            most = max(min(limits.positions, limits.cache_tokens) - (size.max_tokens or 1), 1)
+        return tokens[-most:] if most else ()
+
+    def _bounds(self) -> SLO:
+        """The bounds of the tier, but for those that the client states."""
+        of_tier = self.state.settings.slo["flex" if IN_BACKGROUND.get() else self.tier]
+        stated = SLO() if self.stated is None else self.stated
+        given = {one.name: value for one in fields(SLO) if (value := getattr(stated, one.name)) is not None}
+        return replace(of_tier, **given)
 
     def _limits(self) -> RequestLimits:
         settings = self.state.settings

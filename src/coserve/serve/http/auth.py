@@ -21,7 +21,8 @@ from coserve.serve.store.tenants import LOCAL
 
 _API = ("/v1/", "/api/v1/")  # every path below these needs a tenant
 _OPEN = "/api/v1/healthz"  # but this one
-_INSIDE = ("/metrics", "/docs", "/openapi.json")  # these too: they show all tenants, or the server itself
+# These too: they show all tenants, or the server itself, or compute.
+_INSIDE = ("/metrics", "/docs", "/openapi.json", "/tokenize", "/detokenize")
 _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys create` prints it once.")
 
 

@@ -17,6 +17,7 @@ from coserve.serve.http.middleware import content_length
 from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.store.files import FileStore
 
+_COUNTED: Final = ("/v1/", "/api/v1/", "/tokenize", "/detokenize")  # beginnings of paths
 _FORM_BYTES = 1024  # that a form has around its files
 # Bytes of the disk that no upload gets: the database, checkpoints and results of accepted jobs go on.
 DISK_RESERVE: Final = 256 << 20
@@ -30,7 +31,7 @@ class RequestRate:
         self.app, self._rates, self._most = app, rates, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counts = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/api/v1/"))
+        counts = scope["type"] == "http" and scope["path"].startswith(_COUNTED)
         tenant = scope.get("state", {}).get("tenant") if counts else None
         if tenant is not None and (wait := self._rates.take(tenant.id)):
             refusal = too_often(f"You send more than {self._most} requests in a minute", wait)

@@ -18,13 +18,14 @@ _MOST_PARTS: Final = 16
 
 
 class Upload:
-    """An upload: text `fields`, and one file in the field `file`, which goes to `path`.
+    """An upload: text `fields`, and one file in the field of the name `file`, which goes to `path`.
 
     Raises ApiError 400 for any other body, and 413 for a file of more than `most` bytes. The caller removes
     `path` after errors.
     """
 
-    def __init__(self, path: Path, most: int) -> None:
+    def __init__(self, path: Path, most: int, file: str = "file") -> None:
+        self._file_field = file
         self.path, self.fields = path, dict[str, str]()
         self.filename: str | None = None
         self.bytes = 0
@@ -66,7 +67,8 @@ class Upload:
             file.flush()
             await asyncio.to_thread(os.fsync, file.fileno())
         if self.filename is None:
-            raise ApiError(400, "Missing required parameter: 'file'.", param="file")
+            name = self._file_field
+            raise ApiError(400, f"Missing required parameter: '{name}'.", param=name)
 
     def _take(self) -> bytes:
         taken = bytes(self._pieces)
@@ -94,7 +96,7 @@ class Upload:
     def _headers_end(self) -> None:
         _, options = parse_options_header(self._disposition)
         self._field = _text_of(options.get(b"name", b""))
-        self._is_file = self._field == "file"
+        self._is_file = self._field == self._file_field
         if not self._is_file:
             return
         if self.filename is not None:

@@ -16,6 +16,7 @@ from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.answering.chat import Chat
 from coserve.serve.answering.cost import RequestSize
 from coserve.serve.answering.request_builder import RequestBuilder
+from coserve.serve.answering.structure import Structure
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.http.streams import ClientGone, EventStream, Pause, unless_gone
 from coserve.serve.responses.events import ResponseWriter
@@ -154,14 +155,14 @@ def _with_tools(chat: Chat, body: ToolsBody, ignores: bool, markups: Markups) ->
         raise ApiError(400, message, param="tool_choice", code="invalid_value")
     if body.tool_choice == "none":
         tools = []
-    chosen = body.chosen
+    chosen, schema = body.chosen, None if body.text is None else body.text.schema_wanted
     return replace(
         chat,
         tools=[tool.shown for tool in tools],
         callable=[tool.tool for tool in tools if not chosen or tool.name in chosen],
         forced=body.is_forced,
         parallel=body.parallel_tool_calls is not False,
-        schema=None if body.text is None else body.text.schema_wanted,
+        structure=None if schema is None else Structure("json", schema, "text.format"),
         variables=_variables(body, markups),
     )
 

@@ -16,7 +16,7 @@ from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson
 from coserve.serve.routes.chat_bodies import chat_of
-from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of, usage_of
+from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of
 from coserve.serve.routes.stored_chats import stored_chat
 from coserve.serve.schema.chat import ChatCompletion, ChatRequest
 from coserve.serve.schema.common import JsonObject
@@ -47,11 +47,14 @@ async def create_chat_completion(
     chat = await state.bodies.run(caller.id, chat_of, body, state.text.markups)
     call = await builder.chat(
         chat,
-        sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None),
+        sampling_of(
+            body, state.text, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs
+        ),
         RequestSize(
             choices=body.n or 1,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             max_tokens_name="max_completion_tokens" if body.max_tokens is None else "max_tokens",
+            reads_prompt=body.prompt_logprobs is not None,
         ),
     )
     shape = _ChatFormat(body, call, builder.hello, state.logprobs)
@@ -95,11 +98,15 @@ class _ChatFormat(ChoicesFormat):
         return {**self._whole(read, usage), "object": "chat.completion"}
 
     def _whole(self, answers: Sequence[tuple[AnswerPiece, Sequence[Delta]]], usage: CallUsage) -> JsonObject:
+        scored = {}
+        if self.call.asked.sampling.prompt_logprobs is not None:
+            prompt_scores = answers[0][0].prompt_scores
+            scored["prompt_logprobs"] = self._writer.prompt(self.call.prompts[0], prompt_scores)
         choices = [
             {"message": message_of(said), "logprobs": self._logprobs(piece), **self._choice(piece)}
             for piece, said in answers
         ]
-        return {**self.common, "choices": choices, "usage": usage_of(usage), **self._prompt_ids()}
+        return {**self.common, "choices": choices, "usage": self.usage(usage), **self._prompt_ids(), **scored}
 
     def _deltas(self, piece: AnswerPiece) -> list[Delta]:
         deltas = self._readers[piece.index].push(piece.text, piece.finish is not None)

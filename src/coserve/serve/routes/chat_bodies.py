@@ -3,6 +3,7 @@
 from coserve.errors import DataError
 from coserve.jobs.messages import Message, made_call
 from coserve.serve.answering.chat import Chat
+from coserve.serve.answering.structure import Structure
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.chat import ChatMessage, ChatRequest, JsonObjectFormat, JsonSchemaFormat
 from coserve.serve.schema.common import JsonObject
@@ -13,9 +14,9 @@ from coserve.text.markup import Markups
 
 def chat_of(body: ChatRequest, markups: Markups) -> Chat:
     """The chat of a body. Raises ApiError for what the model or its template cannot do."""
-    schema = _schema(body)
+    structure = _structure(body)
     tools = [] if body.tool_choice == "none" else body.tools or []
-    if schema is not None or tools:
+    if structure is not None or tools:
         for param in ("min_tokens", "ignore_eos"):
             if getattr(body, param):
                 message = (
@@ -32,7 +33,7 @@ def chat_of(body: ChatRequest, markups: Markups) -> Chat:
         or isinstance(choice, NamedTool)
         or (isinstance(choice, AllowedToolChoice) and choice.allowed_tools.mode == "required"),
         parallel=body.parallel_tool_calls is not False,
-        schema=schema,
+        structure=structure,
         variables=_variables(body, markups),
         is_continued=bool(body.continue_final_message),
     )
@@ -71,11 +72,17 @@ def _variables(body: ChatRequest, markups: Markups) -> JsonObject:
     return variables
 
 
-def _schema(body: ChatRequest) -> JsonObject | None:
-    """The JSON schema that answers must match."""
+def _structure(body: ChatRequest) -> Structure | None:
+    """The form of answers. Raises ApiError for one beside a response_format."""
+    asked = body.structure
     match body.response_format:
         case JsonObjectFormat():
-            return {"type": "object"}
-        case JsonSchemaFormat(json_schema=asked):
-            return {} if asked.schema_ is None else asked.schema_
-    return None
+            format = Structure("json", {"type": "object"})
+        case JsonSchemaFormat(json_schema=schema):
+            format = Structure("json", {} if schema.schema_ is None else schema.schema_)
+        case _:
+            return asked
+    if asked is not None:
+        message = f"'{asked.param}' and response_format exclude each other."
+        raise ApiError(400, message, param=asked.param, code="invalid_value")
+    return format

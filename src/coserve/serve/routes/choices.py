@@ -1,8 +1,9 @@
 """Parts of chats and plain completions alike: from OpenAI's bodies to calls, and from answers to choices."""
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import time
 from typing import Any
 
@@ -11,11 +12,13 @@ from coserve.serve.answering.answers import AnswerPiece
 from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.answering.replies import SMALL
 from coserve.serve.answering.request_builder import RequestBuilder
+from coserve.serve.errors import ApiError
 from coserve.serve.http.json_replies import encoded, written
 from coserve.serve.http.streams import DONE, EVENT_BEGIN, EVENT_END
 from coserve.serve.schema.common import MOST_TOKEN_ID, FinishName, Generation, JsonObject
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
+from coserve.text import Text
 from coserve.wire.messages import Hello
 
 
@@ -30,13 +33,17 @@ async def builder_for(state: State, tenant: Tenant, body: Generation, kind: str)
         salt=body.cache_salt,
         adaptive=body.adaptive,
         by_token=body.return_token_ids,
+        stated=body.stated,
+        truncation=body.truncate_prompt_tokens,
     )
 
 
 def sampling_of(
-    body: Generation, logprobs: int | None = None, prompt_logprobs: int | None = None
+    body: Generation, text: Text, logprobs: int | None = None, prompt_logprobs: int | None = None
 ) -> SamplingParams:
-    """Sampling parameters of a body, but for `max_tokens`."""
+    """Sampling parameters of a body, but for `max_tokens`. Raises ApiError for a word that cannot be
+    banned."""
+    biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
     return SamplingParams(
         max_tokens=MOST_TOKEN_ID,  # `min_tokens` may be any number below the answer's, which is not known yet
         min_tokens=body.min_tokens or 0,
@@ -47,7 +54,7 @@ def sampling_of(
         repetition_penalty=body.repetition_penalty or 1.0,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        logit_bias=biases | {token: -math.inf for token in _banned(body.bad_words or (), text)},
         seed=body.seed,
         stop=body.stops,
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -55,6 +62,16 @@ def sampling_of(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def _banned(words: Sequence[str], text: Text) -> Iterator[int]:
+    """The tokens of words, at the beginning of a text and behind a space, as vLLM takes them."""
+    for word in words:
+        spelled = [text.encode(before + word, special=False) for before in ("", " ")]
+        if not any(len(tokens) == 1 for tokens in spelled):
+            message = f"Unsupported value for 'bad_words': {word!r} is more than one token of this model."
+            raise ApiError(400, message, param="bad_words", code="unsupported_value")
+        yield from (tokens[0] for tokens in spelled if len(tokens) == 1)
 
 
 class ChoicesFormat(ABC):
@@ -94,9 +111,15 @@ class ChoicesFormat(ABC):
 
     def ending(self, usage: CallUsage) -> Iterator[bytes]:
         """See `AnswerFormat`."""
-        if self._tells_usage:
-            yield from _small_event({**self.common, "choices": [], "usage": usage_of(usage)})
+        if self._tells_usage or self.call.stated is not None:
+            yield from _small_event({**self.common, "choices": [], "usage": self.usage(usage)})
         yield DONE
+
+    def usage(self, usage: CallUsage) -> JsonObject:
+        """The usage, with the outcome of the client's own bounds where it has stated some."""
+        stated = self.call.stated
+        slo = {} if stated is None else {"slo": {"kept": self.call.clock.kept(stated)}}
+        return {**usage_of(usage), **slo}
 
     def choice(self, piece: AnswerPiece) -> JsonObject:
         """Fields of all choices; optional ones only where requested."""

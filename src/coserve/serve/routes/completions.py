@@ -1,6 +1,6 @@
 """`POST /v1/completions`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter, Request, Response
 
@@ -13,7 +13,7 @@ from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, written_later
-from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of, usage_of
+from coserve.serve.routes.choices import ChoicesFormat, builder_for, sampling_of
 from coserve.serve.schema.common import JsonObject
 from coserve.serve.schema.completions import (
     DEFAULT_MAX_TOKENS,
@@ -23,7 +23,7 @@ from coserve.serve.schema.completions import (
 from coserve.serve.state import Shared
 from coserve.text import Text
 from coserve.wire.messages import Hello
-from coserve.wire.scores import Scores
+from coserve.wire.scores import Scores, numbers
 
 router = APIRouter(route_class=JsonRoute, tags=["Answers"])
 
@@ -41,17 +41,23 @@ async def create_completion(
 
     With `echo` and `max_tokens` 0 it only scores the prompt.
     """
-    scores = body.logprobs if body.echo else None
+    scores = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
     if body.max_tokens == 0 and scores is None:
         scores = 0  # an answer may be empty only where the prompt is scored
+    told = body.n or 1
+    made = body.best_of or told
     builder = await builder_for(state, caller, body, "cmpl-")
+    prompts: Sequence[str | Sequence[int]] = body.prompts
+    if body.suffix:
+        prompts = [await builder.infilled(prompt, body.suffix) for prompt in prompts]
     call = await builder.completion(
-        body.prompts,
-        sampling_of(body, body.logprobs, scores),
+        prompts,
+        sampling_of(body, state.text, 0 if made > told and body.logprobs is None else body.logprobs, scores),
         RequestSize(
-            choices=body.n or 1,
+            choices=made,
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         ),
+        body.structure,
     )
     shape = _CompletionFormat(body, call, builder.hello, state.text, state.logprobs)
     return await reply(request, state, call, shape)
@@ -64,6 +70,7 @@ class _CompletionFormat(ChoicesFormat):
         super().__init__(body, call, hello, "text_completion")
         self._text, self._writer = text, writer
         self._echo, self._logprobs = bool(body.echo), body.logprobs
+        self._told, self._scores_prompt = body.n or 1, body.prompt_logprobs is not None
         self._offsets: dict[int, int] = {}  # by answer that has begun: characters before its own
 
     def size(self, piece: AnswerPiece) -> int:
@@ -75,8 +82,25 @@ class _CompletionFormat(ChoicesFormat):
         yield {"choices": [self._choice(piece)]}
 
     def whole(self, answers: list[AnswerPiece], usage: CallUsage) -> JsonObject:
-        choices = [WrittenJson(written_later(self._choice, piece)) for piece in answers]
-        return {**self.common, "choices": choices, "usage": usage_of(usage)}
+        choices = [
+            WrittenJson(written_later(self._numbered, piece, number))
+            for number, piece in enumerate(self._best(answers))
+        ]
+        return {**self.common, "choices": choices, "usage": self.usage(usage)}
+
+    def _best(self, answers: list[AnswerPiece]) -> Iterator[AnswerPiece]:
+        """The likeliest answers to each prompt, as many as are told."""
+        made = self.call.choices
+        for at in range(0, len(answers), made):
+            its = answers[at : at + made]
+            yield from its if self._told == made else sorted(its, key=_likelihood)[-self._told :][::-1]
+
+    def _numbered(self, piece: AnswerPiece, number: int) -> JsonObject:
+        choice = {**self._choice(piece), "index": number}
+        if self._scores_prompt:
+            prompt = self.call.prompt(piece.index)
+            choice["prompt_logprobs"] = self._writer.prompt(prompt, piece.prompt_scores)
+        return choice
 
     def _choice(self, piece: AnswerPiece) -> JsonObject:
         prompt, is_first = self.call.prompt(piece.index), piece.index not in self._offsets
@@ -95,3 +119,9 @@ class _CompletionFormat(ChoicesFormat):
                 scores = Scores.joined((piece.prompt_scores, scores))
             logprobs = self._writer.completion(tokens, starts, scores, self._logprobs, is_echo)
         return {"text": echoed + piece.text, "logprobs": logprobs, **asked}
+
+
+def _likelihood(piece: AnswerPiece) -> float:
+    """The mean log-probability of an answer's tokens."""
+    chosen = numbers("f", piece.scores.chosen)
+    return sum(chosen) / len(chosen) if chosen else 0.0

@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
@@ -32,6 +32,7 @@ from coserve.serve.schema.files import (
 from coserve.serve.state import Shared, State
 from coserve.serve.store.durable import partial_of, settle
 from coserve.serve.store.ids import new_id
+from coserve.serve.store.quotas import UPLOADED
 from coserve.serve.store.records import File, Tenant
 
 router = APIRouter(tags=["Files"])
@@ -49,8 +50,8 @@ _DIGITS = 10  # of a number of seconds
 async def upload_file(request: Request, caller: Caller, state: Shared) -> FileObject:
     """Takes training data: JSONL, a JSON array, a table (`.csv`, `.tsv`), each also compressed (`.gz`),
     a `.parquet`, or a `.txt` corpus of paragraphs. Each record is checked, and the first three bad ones are
-    named. With `expires_after` the file is deleted so many seconds after its creation, or once no unfinished
-    job reads it any more."""
+    named. Or a batch's requests (JSONL), which are checked when the batch is made. With `expires_after` the
+    file is deleted so many seconds after its creation, or once no unfinished job reads it any more."""
     id = new_id("file")
     upload = Upload(partial_of(state.settings.files / id), state.settings.max_file_bytes)
     try:
@@ -58,9 +59,7 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
         file = _described(upload, id, caller)
         path = state.store.file_path(file)
         upload.path = upload.path.rename(partial_of(path))  # its suffix says how to read it
-        examples, ignored = await _survey(request, state, caller, upload.path, file.filename)
-        details = f"Not read of its records: {', '.join(ignored)}" if ignored else None
-        file = replace(file, examples=examples, details=details)
+        file = await surveyed(request, state, caller, upload.path, file)
         await asyncio.to_thread(settle, upload.path, path)
     finally:
         upload.path.unlink(missing_ok=True)
@@ -69,7 +68,7 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
     except QuotaExceeded:
         await asyncio.to_thread(path.unlink)
         raise
-    return _shown(file)
+    return shown_file(file)
 
 
 @router.get("/v1/files", response_model=FileList, responses=error_responses(), summary="List files")
@@ -86,7 +85,7 @@ async def list_files(
     if page is None:
         raise unknown_cursor(after)
     ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    shown = [WrittenJson(written_later(_shown, file)) for file in page.records]
+    shown = [WrittenJson(written_later(shown_file, file)) for file in page.records]
     told = {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1]}
     return await json_reply(state.bodies, caller.id, {**told, "has_more": page.has_more})
 
@@ -94,7 +93,7 @@ async def list_files(
 @router.get("/v1/files/{file_id}", responses=error_responses(404), summary="Retrieve a file")
 async def retrieve_file(file_id: str, caller: Caller, state: Shared) -> FileObject:
     """Describes a file."""
-    return _shown(await find_file(state, caller, file_id, "file_id"))
+    return shown_file(await find_file(state, caller, file_id, "file_id"))
 
 
 @router.get(
@@ -108,7 +107,7 @@ async def download_file(file_id: str, caller: Caller, state: Shared) -> FileResp
     file = await find_file(state, caller, file_id, "file_id")
     path = state.store.file_path(file)
     if not await asyncio.to_thread(path.is_file):  # deleted a moment ago
-        raise _no_such_file(file_id, "file_id")
+        raise no_such_file(file_id, "file_id")
     return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
 
 
@@ -117,7 +116,7 @@ async def delete_file(file_id: str, caller: Caller, state: Shared) -> FileDelete
     """Deletes a file, unless a job that is not over reads it."""
     file = await state.store.files.remove(caller.id, file_id)
     if file is None:
-        raise _no_such_file(file_id, "file_id")
+        raise no_such_file(file_id, "file_id")
     await asyncio.to_thread(state.store.file_path(file).unlink, missing_ok=True)
     return FileDeleted(id=file.id)
 
@@ -126,7 +125,7 @@ async def find_file(state: State, tenant: Tenant, id: str, param: str) -> File:
     """The tenant's file. Raises ApiError 404."""
     file = await state.store.files.get(tenant.id, id)
     if file is None:
-        raise _no_such_file(id, param)
+        raise no_such_file(id, param)
     return file
 
 
@@ -141,16 +140,31 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
     if purpose is None:
         message = "Missing required parameter: 'purpose'."
         raise ApiError(400, message, param="purpose", code="missing_required_parameter")
-    if purpose != "fine-tune":
-        message = f"Invalid value for 'purpose': '{purpose}'; files can be uploaded for 'fine-tune' only."
+    if purpose not in UPLOADED:
+        message = f"Invalid value for 'purpose': '{purpose}'; files are uploaded for 'fine-tune' and 'batch'."
         raise ApiError(400, message, param="purpose", code="invalid_value")
     now = int(time.time())
     expires = _expires(upload, now)
     if upload.fields:
         name = min(upload.fields)
         raise ApiError(400, f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
-    filename = (upload.filename or "")[:_LONGEST_NAME]
-    return File(id, tenant.id, filename, purpose, upload.bytes, now, suffix_of(filename), expires=expires)
+    file = described_file(tenant, upload.filename or "", purpose, upload.bytes, expires)
+    return replace(file, id=id)
+
+
+def described_file(tenant: Tenant, name: str, purpose: str, size: int, expires: int | None) -> File:
+    """A file that is uploaded now, with a new id."""
+    name, now = name[:_LONGEST_NAME], int(time.time())
+    return File(new_id("file"), tenant.id, name, purpose, size, now, suffix_of(name), expires=expires)
+
+
+async def surveyed(request: Request, state: State, tenant: Tenant, path: Path, file: File) -> File:
+    """A file at `path` with what is told of its contents. Raises ApiError 400 for bad training data."""
+    if file.purpose != "fine-tune":
+        return file
+    examples, ignored = await _survey(request, state, tenant, path, file.filename)
+    details = f"Not read of its records: {', '.join(ignored)}" if ignored else None
+    return replace(file, examples=examples, details=details)
 
 
 def _expires(upload: Upload, now: int) -> int | None:
@@ -189,11 +203,13 @@ async def _survey(
         raise ApiError(400, str(error), param="file", code="invalid_file") from error
 
 
-def _no_such_file(id: str, param: str) -> ApiError:
+def no_such_file(id: str, param: str) -> ApiError:
+    """The error for an unknown file."""
     return not_found(f"No such File object: {id}", param=param, code="file_not_found")
 
 
-def _shown(file: File) -> FileObject:
+def shown_file(file: File) -> FileObject:
+    """A file as it is told."""
     return FileObject(
         id=file.id,
         bytes=file.bytes,
@@ -201,5 +217,5 @@ def _shown(file: File) -> FileObject:
         filename=file.filename,
         status_details=file.details,
         expires_at=file.expires,
-        purpose="fine-tune-results" if file.purpose == "fine-tune-results" else "fine-tune",
+        purpose=cast(Purpose, file.purpose),
     )

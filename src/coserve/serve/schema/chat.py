@@ -27,7 +27,6 @@ from coserve.serve.schema.common import (
     MOST_TOKEN_ID,
     Alternatives,
     FinishName,
-    Generation,
     Ignored,
     Metadata,
     MostBytes,
@@ -38,6 +37,7 @@ from coserve.serve.schema.common import (
     Words,
     at_most,
 )
+from coserve.serve.schema.structured import StructuredGeneration
 from coserve.serve.schema.tools import (
     AllowedToolChoice,
     CallId,
@@ -155,7 +155,7 @@ class JsonSchemaFormat(RequestBody):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class ChatRequest(Generation):
+class ChatRequest(StructuredGeneration):
     """A chat to be continued."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [_HELLO]})
@@ -296,6 +296,7 @@ class ChatCompletion(BaseModel):
     service_tier: Tier
     system_fingerprint: str
     prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
+    prompt_logprobs: list[Any] | None = Field(None, description="Where they are asked for.")
 
 
 class ChatCompletionDelta(BaseModel):

@@ -15,6 +15,7 @@ from pydantic import (
 )
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
+from coserve.core.request import SLO
 from coserve.serve.answering.cost import (
     LONGEST_NAME,
     LONGEST_STOP,
@@ -29,6 +30,9 @@ from coserve.serve.answering.cost import (
 
 MOST_TOKEN_ID = 2**31 - 1
 MOST_METADATA = 16
+MOST_BAD_WORDS = 64
+LONGEST_BAD_WORD = 64  # characters
+LONGEST_BOUND = 86_400.0  # seconds
 DEEPEST = 64  # levels of a value of any form: encoders give up at 200 or more
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]
 # pydantic looks only into strings with a bound: others may hold half a surrogate pair, which is no text.
@@ -36,6 +40,11 @@ Words = Annotated[str, Field(max_length=MOST_BODY_BYTES)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=LONGEST_BAD_WORD)]],
+    Field(fail_fast=True, max_length=MOST_BAD_WORDS),
+]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
 FinishName = Literal["stop", "length"]
 Tier = Literal["default", "flex", "priority"]
@@ -132,9 +141,23 @@ class StreamOptions(RequestBody):
     include_obfuscation: bool | None = Field(None, description="Accepted; chunks are never padded.")
 
 
+_Bound = Annotated[float, Field(gt=0, le=LONGEST_BOUND)]
+
+
+class StatedBounds(RequestBody):
+    """Bounds of one request in seconds, in place of its tier's."""
+
+    first_token: _Bound | None = None
+    between_tokens: _Bound | None = None
+    end_to_end: _Bound | None = None
+    deferral: Annotated[float, Field(ge=0, le=LONGEST_BOUND)] | None = Field(
+        None, description="The delay that training may cause in all."
+    )
+
+
 class Generation(RequestBody):
-    """Fields of both kinds of request. The last ten are not OpenAI's: nine are vLLM's, and `adaptive` is
-    coserve's own."""
+    """Fields of both kinds of request. The last fourteen are not OpenAI's: twelve are vLLM's, and `adaptive`
+    and `slo` are coserve's own."""
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -176,11 +199,28 @@ class Generation(RequestBody):
         description="Whether an approximate chain of the model may answer under load, if it has some; each "
         "answer then says which one did.",
     )
+    prompt_logprobs: Alternatives | None = Field(
+        None, description="Of how many of the likeliest tokens at each place of the prompt; not in streams."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MOST_TOKEN_ID, description="Keeps the last ones of the prompt; -1 as many as fit."
+    )
+    bad_words: BadWords | None = Field(None, description="Words of one token each, which no answer has.")
+    slo: StatedBounds | None = Field(
+        None,
+        description="Bounds for which training makes room. The usage tells whether they were kept.",
+    )
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> "Generation":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    @model_validator(mode="after")
+    def _streams_tell_no_prompt(self) -> "Generation":
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is not allowed when stream is true")
         return self
 
     @property
@@ -191,6 +231,11 @@ class Generation(RequestBody):
     def tier(self) -> Tier:
         """The requested service tier, by coserve's three names."""
         return tier_of(self.service_tier)
+
+    @property
+    def stated(self) -> SLO | None:
+        """The request's own bounds."""
+        return None if self.slo is None else SLO(**self.slo.model_dump(exclude_none=True))
 
     @property
     def includes_usage(self) -> bool:
@@ -209,8 +254,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class KeptBounds(BaseModel):
+    """Outcome of a request's own bounds."""
+
+    kept: bool
+
+
 class Usage(BaseModel):
     """Tokens that were read and written, over all answers of a request."""
+
+    slo: KeptBounds | None = Field(None, description="Of a request with slo.")
 
     prompt_tokens: int
     completion_tokens: int
@@ -218,7 +271,6 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=MOST_METADATA),

@@ -15,7 +15,6 @@ _CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
     "moderation": (),
 }
-_COMPLETIONS: Final[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
 _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "function_call": (),
     "audio": (),
@@ -27,13 +26,6 @@ _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
 def without_unsupported_chat(body: Any) -> Any:
     """The body without unsupported parameters that have no effect. Raises ApiError 400 for any other."""
     return without(body, _CHAT)
-
-
-def without_unsupported_completion(body: Any) -> Any:
-    """As `without_unsupported_chat`. `best_of` may also equal `n`."""
-    if isinstance(body, dict) and body.get("best_of") is not None and body["best_of"] == body.get("n", 1):
-        body = {name: value for name, value in body.items() if name != "best_of"}
-    return without(body, _COMPLETIONS)
 
 
 def without_unsupported_message(message: Any) -> Any:

@@ -12,6 +12,7 @@ from coserve.core.job_status import FINAL
 from coserve.errors import QuotaExceeded
 from coserve.serve.store.records import Adapter, File, JobRecord, TenantRows
 
+UPLOADED = ("fine-tune", "batch")  # purposes of uploads
 _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upload more."
 
 
@@ -35,7 +36,7 @@ class Quotas:
 
     def check_storage(self, session: Session, tenant: str, size: int, number: int = 1) -> None:
         """Raises QuotaExceeded where `number` more uploads of `size` bytes in all have no room."""
-        uploads = select(func.count()).where(File.tenant == tenant, File.purpose == "fine-tune")
+        uploads = select(func.count()).where(File.tenant == tenant, File.purpose.in_(UPLOADED))
         adapters = select(func.count()).where(Adapter.tenant == tenant, Adapter.job.is_(None))
         has = session.scalars(uploads).one() + session.scalars(adapters).one()
         if has + number > self.files:

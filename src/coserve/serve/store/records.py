@@ -327,6 +327,58 @@ class TinkerCheckpoint(Record):
         return f"tinker://{self.run}/{self.checkpoint_id}"
 
 
+class BatchRecord(Record):
+    """A batch of requests, the lines of an input file. Its folder has that file and the results so far, of
+    which files of the tenant's are made at its end. `status` and times are OpenAI's; `window` and `life` (of
+    its results, None for ever) are seconds."""
+
+    __tablename__ = "batches"
+    __table_args__ = (Index("batches_of_tenant", "tenant", "number"),)
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    status: Mapped[str] = mapped_column(index=True)
+    endpoint: Mapped[str]
+    input_file: Mapped[str]
+    created: Mapped[int]
+    window: Mapped[int]
+    life: Mapped[int | None] = mapped_column(default=None)
+    labels: Mapped[dict[str, str] | None] = mapped_column("metadata", default=None)
+    began: Mapped[int | None] = mapped_column(default=None)
+    cancelling: Mapped[int | None] = mapped_column(default=None)
+    finalizing: Mapped[int | None] = mapped_column(default=None)
+    ended: Mapped[int | None] = mapped_column(default=None)
+    total: Mapped[int] = mapped_column(default=0)
+    completed: Mapped[int] = mapped_column(default=0)
+    failed: Mapped[int] = mapped_column(default=0)
+    output_file: Mapped[str | None] = mapped_column(default=None)
+    error_file: Mapped[str | None] = mapped_column(default=None)
+    errors: Mapped[JsonObject | None] = mapped_column(default=None)
+
+    @property
+    def expires(self) -> int:
+        """The time at which it is ended at the latest."""
+        return self.created + self.window
+
+
+class UploadRecord(Record):
+    """A file that comes in parts, which are in a folder of its own until it is completed. `bytes` count as
+    kept: all of its `size` while it is pending. `life` is that of its `file`, in seconds; None for ever."""
+
+    __tablename__ = "uploads"
+    __table_args__ = (Index("uploads_of_tenant", "tenant", "number"),)
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    status: Mapped[str]
+    filename: Mapped[str]
+    purpose: Mapped[str]
+    size: Mapped[int]
+    bytes: Mapped[int]
+    created: Mapped[int]
+    expires: Mapped[int] = mapped_column(index=True)
+    life: Mapped[int | None] = mapped_column(default=None)
+    file: Mapped[str | None] = mapped_column(default=None)
+
+
 class Creation(Record):
     """The creation of a request with an `Idempotency-Key`, and its reply. `id` is a digest of tenant and key,
     `request` one of what was asked for. Without a `reply`, as one that is too large or was lost with the

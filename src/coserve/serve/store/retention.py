@@ -5,13 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy import ColumnElement, delete, func, or_, select
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select
 from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
 from coserve.serve.store.database import Database
 from coserve.serve.store.records import (
     Adapter,
+    BatchRecord,
     CheckpointRecord,
     Event,
     JobRecord,
@@ -21,6 +22,7 @@ from coserve.serve.store.records import (
     TinkerRun,
     TinkerSampler,
     TinkerSession,
+    UploadRecord,
 )
 
 MOST: Final = 500  # rows that one turn deletes: the writing thread is shared
@@ -36,7 +38,7 @@ class RetentionStore:
     async def sweep(self, before: float) -> bool:
         """Deletes some of what ended before this time (Unix seconds): jobs of which there is no model, with
         their events and checkpoints; `tinker` sessions without use since then, with samplers and runs, but
-        for runs that have checkpoints; and quarantine. True where more may be left."""
+        for runs that have checkpoints; batches; uploads; and quarantine. True where more may be left."""
         turn = _Turn(int(before), MOST)
         folders = await self._database.write(turn.sweep)
         for job in folders:
@@ -53,6 +55,9 @@ class _Turn:
     def sweep(self, session: Session) -> list[str]:
         """Deletes rows; returns the jobs whose folders may go."""
         self._delete(session, QuarantineRecord, QuarantineRecord.created <= self._before)
+        self._delete(session, BatchRecord, BatchRecord.ended <= self._before)
+        over = UploadRecord.status != "pending", UploadRecord.created <= self._before
+        self._delete(session, UploadRecord, and_(*over))
         gone = self._jobs(session)
         self._sessions(session)
         return gone

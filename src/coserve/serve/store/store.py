@@ -4,6 +4,8 @@
     files/          uploads and results
     jobs/           each job's checkpoints
     adapters/       finished and imported adapters
+    uploads/        parts of uploads that are pending
+    batches/        batches under way: their input, and results so far
     tinker/         checkpoints of `tinker` clients
 
 A row's files are on disk before the row is added, and deleted after it. One process writes; others (the
@@ -11,6 +13,7 @@ command line) may read, and add keys.
 """
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +21,7 @@ from types import TracebackType
 
 from coserve.errors import StateError
 from coserve.serve.store.adapters import AdapterStore
+from coserve.serve.store.batches import BatchStore
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database
 from coserve.serve.store.files import MOST_EXPIRED, FileStore
@@ -32,6 +36,7 @@ from coserve.serve.store.retention import RetentionStore
 from coserve.serve.store.stored_chats import ChatStore
 from coserve.serve.store.tenants import TenantStore
 from coserve.serve.store.tinker import TinkerCheckpointStore, TinkerSessionStore
+from coserve.serve.store.uploads import MOST_EXPIRED_UPLOADS, UploadStore
 
 
 class Store:
@@ -48,7 +53,7 @@ class Store:
     ) -> None:
         self.folder = folder.resolve()
         try:
-            for part in ("", "files", "jobs", "adapters", "tinker"):
+            for part in ("", "files", "jobs", "adapters", "batches", "uploads", "tinker"):
                 make_private(self.folder / part)
         except OSError as error:
             raise StateError(f"the state folder {self.folder} cannot be used: {error.strerror}") from error
@@ -58,6 +63,8 @@ class Store:
         self.creations = CreationStore(self._database, clock, quotas)
         self.files = FileStore(self._database, clock, quotas, self.creations)
         self.jobs = JobStore(self._database, clock, quotas, self.creations)
+        self.uploads = UploadStore(self._database, clock, quotas)
+        self.batches = BatchStore(self._database, clock, quotas, self.creations)
         self.job_events = JobEventStore(self._database, clock, self.path_of)
         self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations)
         self.tinker_sessions = TinkerSessionStore(self._database, quotas)
@@ -72,17 +79,29 @@ class Store:
         return self.folder / "files" / f"{file.id}{file.suffix}"
 
     async def expire_files(self) -> bool:
-        """Deletes some of the files that have expired; True where more may be left. The rows go last, so that
-        none is forgotten where the server ends in between."""
+        """Deletes some of the files and pending uploads that have expired; True where more may be left. The
+        rows go last, so that none is forgotten where the server ends in between."""
         expired = await self.files.expired()
         for file in expired:
             await asyncio.to_thread(self.file_path(file).unlink, missing_ok=True)
         await self.files.forget(expired)
-        return len(expired) == MOST_EXPIRED
+        late = await self.uploads.expired()
+        for upload in late:
+            await self.uploads.end(upload.id, "expired")
+            await asyncio.to_thread(shutil.rmtree, self.upload_folder(upload.id), ignore_errors=True)
+        return len(expired) == MOST_EXPIRED or len(late) == MOST_EXPIRED_UPLOADS
 
     def job_folder(self, job: str) -> Path:
         """Folder for a job's checkpoints."""
         return self.folder / "jobs" / job
+
+    def upload_folder(self, upload: str) -> Path:
+        """Folder of a pending upload's parts."""
+        return self.folder / "uploads" / upload
+
+    def batch_folder(self, batch: str) -> Path:
+        """Folder of a batch under way."""
+        return self.folder / "batches" / batch
 
     def adapter_folder(self, adapter: str) -> Path:
         """Folder of a finished or imported adapter."""

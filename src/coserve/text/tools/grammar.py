@@ -1,8 +1,7 @@
 """The grammar of answers that may, or must, call tools."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from coserve.errors import DataError
 from coserve.text.reasoning import CLOSING, OPENING
@@ -15,14 +14,14 @@ from coserve.text.tools.tool import Tool
 @dataclass(frozen=True, slots=True)
 class AnswerParts:
     """The parts of an answer: calls of `tools` in a `format`, several only where they are `parallel`; or,
-    where calls are not `forced`, text, or else JSON of a `schema`. It `has_reasoning` before it, of which
-    the prompt has the opening mark where that is open (`is_thinking`)."""
+    where calls are not `forced`, text, or else what the expression `answer` matches. It `has_reasoning`
+    before it, of which the prompt has the opening mark where that is open (`is_thinking`)."""
 
     format: ToolFormat | None = None
     tools: Sequence[Tool] = ()
     forced: bool = False
     parallel: bool = True
-    schema: Mapping[str, Any] | None = None
+    answer: str | None = None
     has_reasoning: bool = False
     is_thinking: bool = False
 
@@ -45,12 +44,12 @@ def answer_grammar(wanted: AnswerParts, lark: Lark) -> str:
 
 
 def _is_held(wanted: AnswerParts) -> bool:
-    return wanted.forced or wanted.schema is not None
+    return wanted.forced or wanted.answer is not None
 
 
 def _body(wanted: AnswerParts, lark: Lark) -> str:
-    format, schema = wanted.format, wanted.schema
-    answer = None if schema is None else lark.rule("answer", lark.json_compact(schema))
+    format = wanted.format
+    answer = None if wanted.answer is None else lark.rule("answer", wanted.answer)
     if format is None:
         return answer or lark.free("text")
     calls = _calls(wanted, format, lark)

@@ -20,16 +20,16 @@ def test_the_price_grows_with_everything_that_makes_work() -> None:
     }  # fmt: skip
     for name, value in dearer.items():
         assert request_cost(replace(plain, **{name: value}), LIMITS).total > base, name
-    scored = replace(plain, alternatives=5, scores_prompt=True)
+    scored = replace(plain, alternatives=5, reads_prompt=True)
     assert (
-        request_cost(scored, LIMITS).total > request_cost(replace(scored, scores_prompt=False), LIMITS).total
+        request_cost(scored, LIMITS).total > request_cost(replace(scored, reads_prompt=False), LIMITS).total
     )
 
 
 def test_log_probabilities_are_charged_as_they_are_reported() -> None:
-    asked = RequestSize((100, 200), 2, 50, scores_prompt=True, alternatives=20)
+    asked = RequestSize((100, 200), 2, 50, reads_prompt=True, alternatives=20)
     plain, scored = (
-        request_cost(replace(asked, scores_prompt=False, alternatives=None), LIMITS),
+        request_cost(replace(asked, reads_prompt=False, alternatives=None), LIMITS),
         0.3 + 20 * 0.03,
     )
     cost = request_cost(asked, LIMITS)
@@ -82,7 +82,7 @@ def test_what_is_left_to_the_model_is_the_room_there_is() -> None:
 
 
 def test_scoring_a_prompt_needs_no_room_for_an_answer() -> None:
-    assert request_cost(RequestSize((2048,), max_tokens=0, scores_prompt=True), LIMITS).max_tokens == (0,)
+    assert request_cost(RequestSize((2048,), max_tokens=0, reads_prompt=True), LIMITS).max_tokens == (0,)
 
 
 def test_a_price_is_that_of_its_parts_and_an_answer_has_the_room_that_there_is() -> None:
@@ -98,11 +98,11 @@ def test_a_price_is_that_of_its_parts_and_an_answer_has_the_room_that_there_is()
             draw.randint(1, 4),
             draw.choice([None, draw.randint(1, 320)]),
             alternatives=draw.choice([None, 0, 7]),
-            scores_prompt=draw.random() < 0.5,
+            reads_prompt=draw.random() < 0.5,
             biases=draw.choice([0, 9]),
             grammar_bytes=draw.choice([0, 50]),
         )
-        least = (0 if size.scores_prompt else 1) if size.max_tokens is None else size.max_tokens
+        least = (0 if size.reads_prompt else 1) if size.max_tokens is None else size.max_tokens
         most = list[int]()
         for length in size.prompts:
             on_device, anywhere = min(positions, cached), min(positions, max(cached, limits.offloaded_tokens))
@@ -116,7 +116,7 @@ def test_a_price_is_that_of_its_parts_and_an_answer_has_the_room_that_there_is()
                 request_cost(size, limits)
             continue
         scores = 0.0 if size.alternatives is None else 0.3 + 0.03 * size.alternatives
-        read = 1.0 + scores * size.scores_prompt
+        read = 1.0 + scores * size.reads_prompt
         token = 2.0 + scores + 0.5 * (size.grammar_bytes > 0)
         answers = [
             length * read + answer * token + 0.1 * size.biases

@@ -11,9 +11,16 @@ from sqlalchemy import Boolean, Float, Integer, select, text
 
 from coserve.core.job_status import JobStatus
 from coserve.errors import QuotaExceeded
-from coserve.serve.store.migrations import v0006_kept, v0007_creations, v0010_details, v0011_responses
+from coserve.serve.store.migrations import (
+    v0006_kept,
+    v0007_creations,
+    v0010_details,
+    v0011_responses,
+    v0012_batches,
+)
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import (
+    BatchRecord,
     ConversationRecord,
     Creation,
     Event,
@@ -29,6 +36,7 @@ from coserve.serve.store.records import (
     TinkerRun,
     TinkerSampler,
     TinkerSession,
+    UploadRecord,
 )
 from coserve.serve.store.store import Store
 
@@ -83,6 +91,7 @@ def job(tenant: str, name: str, **fields: Any) -> JobRecord:
 def test_every_table_that_a_tenant_adds_to_is_counted_with_all_its_texts(tmp_path: Path) -> None:
     """A table or column that is added later needs triggers that know it."""
     counting = v0006_kept.TABLES | v0007_creations.TABLES | v0010_details.TABLES | v0011_responses.TABLES
+    counting |= v0012_batches.TABLES
     assert counting.keys() == TableRow.metadata.tables.keys() - NOT_A_TENANTS
     for name, (_, columns, has_files) in counting.items():
         table = TableRow.metadata.tables[name]
@@ -106,6 +115,8 @@ def drawn(draw: random.Random, id: str, owner: str, made: list[TableRow]) -> Tab
     jobs = [one for one in made if isinstance(one, JobRecord)]
     rows: list[TableRow] = [
         Creation(id, owner, 1, words, words, reply=words),
+        BatchRecord(id, owner, words, words, words, 1, 1, labels={words: words}, errors={words: words}),
+        UploadRecord(id, owner, "pending", words, words, 5, draw.randrange(10**6), 1, 1, file=words),
         TinkerSession(id, owner, 1, words, {"a": words}),
         File(id, owner, words, "fine-tune", draw.randrange(10**6), 1, ".jsonl", details=words),
         job(owner, id, labels={"x": words}),

@@ -1,0 +1,1 @@
+"""Batches: the lines of a file as requests, below everything else, and their results as files."""

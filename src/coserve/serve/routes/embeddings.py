@@ -1,0 +1,76 @@
+"""`POST /v1/embeddings`."""
+
+from array import array
+from base64 import b64encode
+from collections.abc import Iterator
+from math import hypot
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from coserve.core.request import SamplingParams
+from coserve.serve.answering.cost import MOST_PROMPTS, RequestSize
+from coserve.serve.answering.embedding import embed
+from coserve.serve.answering.request_builder import RequestBuilder
+from coserve.serve.errors import ApiError, error_responses
+from coserve.serve.http.auth import Caller
+from coserve.serve.http.json_bodies import JsonRoute
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
+from coserve.serve.http.streams import ClientGone, unless_gone
+from coserve.serve.schema.common import JsonObject
+from coserve.serve.schema.embeddings import EmbeddingList, EmbeddingRequest
+from coserve.serve.state import Shared, State
+from coserve.wire.scores import little, numbers
+
+router = APIRouter(route_class=JsonRoute, tags=["Answers"])
+EMBEDDINGS: Final = "/v1/embeddings"
+_GONE: Final = 499
+
+
+@router.post(
+    EMBEDDINGS, response_model=EmbeddingList, responses=error_responses(404, 500), summary="Embed texts"
+)
+async def create_embeddings(
+    body: EmbeddingRequest, request: Request, caller: Caller, state: Shared
+) -> Response:
+    """Tells the hidden state of each text after the model's last layer: the mean of its tokens', or the last
+    token's, as the server's `pooling_type` says."""
+    builder = await RequestBuilder.of(state, caller, body.model, "embd-")
+    if body.dimensions is not None and body.dimensions > builder.hello.width:
+        message = f"Invalid value for 'dimensions': {body.dimensions}; the model has {builder.hello.width}."
+        raise ApiError(400, message, param="dimensions", code="invalid_value")
+    try:
+        found, read = await unless_gone(request.receive, _embedded(state, builder, body))
+    except ClientGone:
+        return Response(status_code=_GONE)
+    except ApiError as error:
+        error.param = "input" if error.param == "prompt" else error.param
+        raise
+    data = [WrittenJson(written_later(_shown, body, at, one)) for at, one in enumerate(found)]
+    usage = {"prompt_tokens": read, "total_tokens": read}
+    told = {"object": "list", "data": data, "model": builder.model.name, "usage": usage}
+    return await json_reply(state.bodies, caller.id, told)
+
+
+async def _embedded(state: State, builder: RequestBuilder, body: EmbeddingRequest) -> tuple[list[bytes], int]:
+    """The embeddings of all inputs, some at a time, and the number of tokens read."""
+    found, read = list[bytes](), 0
+    sampling = SamplingParams(max_tokens=0, pooling=state.settings.pooling)
+    for some in _some(body.inputs):
+        call = await builder.completion(some, sampling, RequestSize(max_tokens=0))
+        found += await embed(state, call)
+        read += sum(map(len, call.prompts))
+    return found, read
+
+
+def _some(inputs: list[str] | list[list[int]]) -> Iterator[list[str] | list[list[int]]]:
+    for at in range(0, len(inputs), MOST_PROMPTS):
+        yield inputs[at : at + MOST_PROMPTS]
+
+
+def _shown(body: EmbeddingRequest, index: int, embedding: bytes) -> JsonObject:
+    values = numbers("f", embedding)[: body.dimensions]
+    if body.normalize is not False and (length := hypot(*values)) > 0.0:
+        values = array("f", (value / length for value in values))
+    told = b64encode(little("f", values)).decode() if body.encoding_format == "base64" else values.tolist()
+    return {"object": "embedding", "index": index, "embedding": told}

@@ -1,0 +1,72 @@
+"""`/tokenize`, `/detokenize`, `/version` and `/ping`, by vLLM's names."""
+
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from coserve.serve.answering.request_builder import RequestBuilder
+from coserve.serve.errors import ApiError, error_responses
+from coserve.serve.http.auth import Caller
+from coserve.serve.http.json_bodies import JsonRoute
+from coserve.serve.http.json_replies import json_reply
+from coserve.serve.routes.chat_bodies import chat_of
+from coserve.serve.schema.chat import ChatRequest
+from coserve.serve.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from coserve.serve.state import Shared
+
+router = APIRouter(route_class=JsonRoute, tags=["Tokens"])
+TOKENS: Final = ("/tokenize", "/detokenize")
+
+
+class Version(BaseModel):
+    version: str
+
+
+@router.post(TOKENS[0], response_model=Tokenized, responses=error_responses(404), summary="Tokenize a text")
+async def tokenize(body: TokenizeRequest, caller: Caller, state: Shared) -> Response:
+    """Tells the tokens of a text, or of a chat as the model's template writes it."""
+    builder = await RequestBuilder.of(state, caller, body.model or state.catalog.base.name)
+    if body.messages is not None:
+        chat = await state.bodies.run(caller.id, chat_of, _as_chat(body), state.text.markups)
+        tokens = await builder.chat_tokens(chat)
+    else:
+        tokens = await builder.text_tokens(body.prompt or "", body.add_special_tokens is not False)
+    told = {"count": len(tokens), "max_model_len": builder.hello.positions, "tokens": list(tokens)}
+    if body.return_token_strs:
+        told["token_strs"] = [state.text.token_text(token) for token in tokens]
+    return await json_reply(state.bodies, caller.id, told)
+
+
+@router.post(TOKENS[1], responses=error_responses(404), summary="Write tokens as text")
+async def detokenize(body: DetokenizeRequest, caller: Caller, state: Shared) -> Detokenized:
+    """Tells the text of tokens, special ones included."""
+    builder = await RequestBuilder.of(state, caller, body.model or state.catalog.base.name)
+    if (wrong := max(body.tokens, default=0)) >= (most := builder.hello.vocabulary):
+        message = f"Invalid value for 'tokens': {wrong} is not one of the model's {most} tokens."
+        raise ApiError(400, message, param="tokens", code="invalid_value")
+    return Detokenized(prompt=await state.prompts.run(caller.id, state.text.decode, body.tokens, True))
+
+
+@router.get("/version", tags=["Health"], summary="The server's version")
+async def show_version(request: Request) -> Version:
+    """Tells the version of coserve."""
+    return Version(version=request.app.version)
+
+
+@router.get("/ping", tags=["Health"], summary="Whether the server answers", response_class=Response,
+            responses={200: {"content": {"text/plain": {}}}})  # fmt: skip
+@router.post("/ping", tags=["Health"], summary="Whether the server answers", include_in_schema=False)
+async def ping() -> Response:
+    """Answers with nothing, as SageMaker asks for."""
+    return Response(media_type="text/plain")
+
+
+def _as_chat(body: TokenizeRequest) -> ChatRequest:
+    """The chat that is to be tokenized, as one that is to be answered."""
+    return ChatRequest.model_construct(
+        messages=body.messages,
+        tools=body.tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+        continue_final_message=body.continue_final_message,
+    )

@@ -1,0 +1,71 @@
+"""Rows of batches."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from coserve.errors import QuotaExceeded
+from coserve.serve.store.creations import CreationStore
+from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.quotas import Quotas
+from coserve.serve.store.records import BatchRecord, File, Page
+
+UNENDED: Final = ("validating", "in_progress", "finalizing", "cancelling")
+MOST_UNENDED: Final = 64  # batches of one tenant
+
+
+class BatchStore:
+    """Batches and their owners. Only the server's runner of batches changes a row that is there."""
+
+    def __init__(
+        self, database: Database, clock: Callable[[], float], quotas: Quotas, creations: CreationStore
+    ) -> None:
+        self._database, self._clock, self._quotas, self._creations = database, clock, quotas, creations
+
+    async def add(self, batch: BatchRecord) -> None:
+        """Adds a batch. Raises QuotaExceeded."""
+        note = self._creations.noting()
+        own = BatchRecord.tenant == batch.tenant, BatchRecord.status.in_(UNENDED)
+
+        def write(session: Session) -> None:
+            if session.scalars(select(func.count()).where(*own)).one() >= MOST_UNENDED:
+                raise QuotaExceeded(
+                    f"You have {MOST_UNENDED} batches that are not over: wait for an end, or cancel one."
+                )
+            session.add(batch)
+            note(session, f"/v1/batches/{batch.id}")
+            self._quotas.check_kept(session, batch.tenant)
+
+        await self._database.write(write)
+
+    async def get(self, tenant: str, id: str) -> BatchRecord | None:
+        """The tenant's batch with this id."""
+        found = select(BatchRecord).where(BatchRecord.tenant == tenant, BatchRecord.id == id)
+        return await self._database.read(lambda session: session.scalar(found))
+
+    async def page(self, tenant: str, after: str | None, limit: int) -> Page[BatchRecord] | None:
+        """The tenant's batches after the one with id `after`, the newest first; None if there is none."""
+        own = [BatchRecord.tenant == tenant]
+        return await self._database.read(lambda session: page_of(session, BatchRecord, own, after, limit))
+
+    async def unended(self) -> Sequence[BatchRecord]:
+        """All tenants' batches that have not ended, the oldest first."""
+        found = select(BatchRecord).where(BatchRecord.status.in_(UNENDED)).order_by(BatchRecord.number)
+        return await self._database.read(lambda session: tuple(session.scalars(found)))
+
+    async def change(
+        self, id: str, source: Collection[str], files: Sequence[File] = (), **values: Any
+    ) -> BatchRecord | None:
+        """Changes columns of a batch whose status is one of `source`, and adds its files; returns it, None
+        if it has another status."""
+
+        def write(session: Session) -> BatchRecord | None:
+            wanted = BatchRecord.id == id, BatchRecord.status.in_(source)
+            if not session.execute(update(BatchRecord).where(*wanted).values(**values)).rowcount:  # type: ignore[attr-defined]
+                return None
+            session.add_all(files)
+            return session.scalar(select(BatchRecord).where(BatchRecord.id == id))
+
+        return await self._database.write(write)

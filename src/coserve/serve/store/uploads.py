@@ -1,0 +1,58 @@
+"""Rows of uploads that come in parts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from coserve.serve.store.database import Database
+from coserve.serve.store.quotas import Quotas
+from coserve.serve.store.records import File, UploadRecord
+
+MOST_EXPIRED_UPLOADS: Final = 100  # that one turn ends: the writing thread is shared
+
+
+class UploadStore:
+    """Uploads and their owners. One that is pending counts as if all of its bytes were there."""
+
+    def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
+        self._database, self._clock, self._quotas = database, clock, quotas
+
+    async def add(self, upload: UploadRecord) -> None:
+        """Adds an upload. Raises QuotaExceeded."""
+
+        def write(session: Session) -> None:
+            self._quotas.check_storage(session, upload.tenant, upload.size)
+            session.add(upload)
+
+        await self._database.write(write)
+
+    async def get(self, tenant: str, id: str) -> UploadRecord | None:
+        """The tenant's upload with this id."""
+        found = select(UploadRecord).where(UploadRecord.tenant == tenant, UploadRecord.id == id)
+        return await self._database.read(lambda session: session.scalar(found))
+
+    async def end(self, id: str, status: str, file: File | None = None) -> bool:
+        """Ends a pending upload, with its file if it is completed; False if it is not pending. Raises
+        QuotaExceeded."""
+
+        def write(session: Session) -> bool:
+            values: dict[str, Any] = {"status": status, "bytes": 0, "file": None if file is None else file.id}
+            pending = UploadRecord.id == id, UploadRecord.status == "pending"
+            found = session.scalar(select(UploadRecord).where(*pending))
+            if found is None:
+                return False
+            session.execute(update(UploadRecord).where(*pending).values(**values))
+            if file is not None:
+                self._quotas.check_storage(session, file.tenant, file.bytes)
+                session.add(file)
+            return True
+
+        return await self._database.write(write)
+
+    async def expired(self) -> Sequence[UploadRecord]:
+        """Some uploads that are pending after their time, of all tenants."""
+        late = UploadRecord.status == "pending", UploadRecord.expires <= self._clock()
+        found = select(UploadRecord).where(*late).limit(MOST_EXPIRED_UPLOADS)
+        return await self._database.read(lambda session: tuple(session.scalars(found)))
