@@ -12,6 +12,7 @@ from coserve.serve import errors
 from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
 from coserve.serve.anthropic import routes as anthropic
 from coserve.serve.anthropic.errors import ERRORS
+from coserve.serve.evals import routes as evals
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import AllowedOrigins, TrustedHosts
 from coserve.serve.http.idempotency import Idempotency
@@ -20,7 +21,19 @@ from coserve.serve.http.quotas import RequestRate, UploadRoom
 from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.http.revocation import Revocation
 from coserve.serve.http.shedding import ConcurrencyLimit
-from coserve.serve.routes import adapters, chat, completions, docs, files, health, jobs, models, transfers
+from coserve.serve.routes import (
+    adapters,
+    chat,
+    completions,
+    docs,
+    files,
+    graders,
+    health,
+    jobs,
+    models,
+    permissions,
+    transfers,
+)
 from coserve.serve.state import State
 from coserve.serve.tinker import routes as tinker
 from coserve.serve.tinker.dialect import Dialect
@@ -53,6 +66,8 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     errors.install(app)
     for room in (chat, completions, anthropic, models, adapters, transfers, files, jobs, health, docs):
         app.include_router(room.router)
+    for more in (graders, permissions, evals):
+        app.include_router(more.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     app.state.tinker = Dialect(state, clock)
     for router in tinker.ROUTERS:

@@ -15,6 +15,7 @@ from coserve.serve.adapter_registry.catalog import ApproximateModel
 from coserve.serve.adapter_registry.imports import digest
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import LASTING, Suspect, WorkItem
+from coserve.serve.evals.runs import running_evals
 from coserve.serve.reporting.observer import Reporting
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
@@ -62,7 +63,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         reporting = Reporting(settings, store)
         await _wire(state, reporting)
         try:
-            async with _running(link), _sweeping(store, settings.keep_days):
+            async with _running(link), _sweeping(store, settings.keep_days), running_evals(state):
                 yield state
         finally:
             await reporting.close()

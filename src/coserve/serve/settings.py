@@ -53,8 +53,9 @@ class ServerSettings:
     `adapters` are PEFT folders by theirs, and `adapter_bases` the names of their bases, of those that are not
     for `model`. `chains` are folders of approximations of some models and adapters, by the name of these and
     their own, the most accurate first; an empty folder is the base itself, or the chain of two bases that
-    `stitched` has of this name, in which bases are named as in `base_names`. `slo` holds all three service
-    tiers; missing entries keep their defaults. Raises ConfigError, naming the key.
+    `stitched` has of this name, in which bases are named as in `base_names`. `model_aliases` are bases by
+    further names, or beginnings of names that end in `*`, under which requests reach them. `slo` holds all
+    three service tiers; missing entries keep their defaults. Raises ConfigError, naming the key.
     """
 
     model: str  # folder or hub name
@@ -68,6 +69,7 @@ class ServerSettings:
     adapter_bases: Mapping[str, str] = field(default_factory=dict)
     chains: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     stitched: Mapping[str, StitchedChain] = field(default_factory=dict)
+    model_aliases: Mapping[str, str] = field(default_factory=dict)
     adapter_root: Annotated[Path | None, Flag("Folder that /v1/load_lora_adapter may read.", "FOLDER")] = None
     require_keys: Annotated[bool, Flag("Ask for API keys on loopback too.")] = False
     allow_insecure: Annotated[
@@ -162,6 +164,10 @@ class ServerSettings:
         if strange := set(self.chains) - {self.base_name, *self.bases, *self.adapters}:
             raise ConfigError(f"chains has {min(strange)!r}, which is no model and none of the adapters")
         self._check_stitched()
+        if strange := set(self.model_aliases.values()) - {*self.base_names}:
+            raise ConfigError(f"model_aliases names {min(strange)!r}, which is none of the bases")
+        if bad := [one for one in self.model_aliases if "*" in one[:-1] or one in ("", "*")]:
+            raise ConfigError(f"model_aliases has {bad[0]!r}: expected a name, or the beginning of one and *")
         if unknown := set(self.slo) - set(TIERS):
             raise ConfigError(f"slo.{min(unknown)} is no service tier; there are {', '.join(TIERS)}")
         self._check_policy()

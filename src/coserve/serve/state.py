@@ -1,5 +1,6 @@
 """Shared state of the routes: one object per server."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import time
@@ -39,7 +40,9 @@ class State:
     chats: Offload = field(default_factory=lambda: Offload(4, "chats"))  # short ones: a millisecond each
     # Checks of uploaded training data, each of which is in a process of its own.
     data: Offload = field(default_factory=lambda: Offload(8, "data"))
+    graders: Offload = field(default_factory=lambda: Offload(4, "graders"))  # but those of jobs
     checks: TenantTurns = field(default_factory=TenantTurns)  # of jobs, by the engine
+    evals_changed: asyncio.Event = field(default_factory=asyncio.Event)  # runs are there, or have ended
     logprobs: LogprobWriter = field(init=False)
     queue: FairQueue = field(init=False)
     catalog: Catalog = field(init=False)
@@ -50,6 +53,7 @@ class State:
         self.logprobs = LogprobWriter(self.text)
         self.queue = FairQueue(self.settings.max_queue, self.settings.max_queue_tenant)
         self.catalog = Catalog(self.settings.base_name, int(time()), self.store, self.settings.bases)
+        self.catalog.aliases = self.settings.model_aliases
         self.watch = TrainingWatch(self.metrics, self.queue, self.store)
 
 

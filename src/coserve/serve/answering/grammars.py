@@ -21,7 +21,7 @@ def chat_grammar(chat: Chat, markup: Markup, markups: Markups) -> str:
     may take seconds even for a small one."""
     if chat.schema is None:
         return _of_tools(chat, markup, markups.lark())
-    grammar = _compiled(chat.schema)
+    grammar = schema_grammar(chat.schema)
     return _of_tools(chat, markup, markups.lark()) if chat.callable or markup.is_open else grammar
 
 
@@ -49,8 +49,8 @@ def _of_tools(chat: Chat, markup: Markup, lark: Lark) -> str:
     return grammar
 
 
-def _compiled(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as a grammar."""
+def schema_grammar(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as a grammar. Raises ApiError for a bad one, and may take a second."""
     try:
         written = json.dumps(schema)
     except RecursionError as error:

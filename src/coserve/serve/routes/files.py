@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
@@ -15,6 +15,7 @@ from coserve.jobs.containers import suffix_of
 from coserve.jobs.limits import limits_of
 from coserve.sandbox.pool import Cancellation
 from coserve.serve.errors import ApiError, error_responses, not_found
+from coserve.serve.evals.entries import read_entries
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.idempotency import KEYED
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
@@ -24,6 +25,7 @@ from coserve.serve.schema.files import (
     LEAST_LIFE,
     LONGEST_LIFE,
     UPLOAD,
+    UPLOADED,
     FileDeleted,
     FileList,
     FileObject,
@@ -58,7 +60,11 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
         file = _described(upload, id, caller)
         path = state.store.file_path(file)
         upload.path = upload.path.rename(partial_of(path))  # its suffix says how to read it
-        examples, ignored = await _survey(request, state, caller, upload.path, file.filename)
+        ignored: tuple[str, ...] = ()
+        if file.purpose == "evals":
+            examples = await _check_evals(state, caller, upload.path)
+        else:
+            examples, ignored = await _survey(request, state, caller, upload.path, file.filename)
         details = f"Not read of its records: {', '.join(ignored)}" if ignored else None
         file = replace(file, examples=examples, details=details)
         await asyncio.to_thread(settle, upload.path, path)
@@ -141,8 +147,9 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
     if purpose is None:
         message = "Missing required parameter: 'purpose'."
         raise ApiError(400, message, param="purpose", code="missing_required_parameter")
-    if purpose != "fine-tune":
-        message = f"Invalid value for 'purpose': '{purpose}'; files can be uploaded for 'fine-tune' only."
+    if purpose not in UPLOADED:
+        known = " and ".join(f"'{name}'" for name in UPLOADED)
+        message = f"Invalid value for 'purpose': '{purpose}'; files can be uploaded for {known}."
         raise ApiError(400, message, param="purpose", code="invalid_value")
     now = int(time.time())
     expires = _expires(upload, now)
@@ -189,6 +196,14 @@ async def _survey(
         raise ApiError(400, str(error), param="file", code="invalid_file") from error
 
 
+async def _check_evals(state: State, tenant: Tenant, path: Path) -> int:
+    """The number of records of a file for evals. Raises ApiError 400, naming the first invalid line."""
+    try:
+        return len(await state.data.run(tenant.id, read_entries, path))
+    except DataError as error:
+        raise ApiError(400, str(error), param="file", code="invalid_file") from error
+
+
 def _no_such_file(id: str, param: str) -> ApiError:
     return not_found(f"No such File object: {id}", param=param, code="file_not_found")
 
@@ -201,5 +216,5 @@ def _shown(file: File) -> FileObject:
         filename=file.filename,
         status_details=file.details,
         expires_at=file.expires,
-        purpose="fine-tune-results" if file.purpose == "fine-tune-results" else "fine-tune",
+        purpose=cast(Purpose, file.purpose),
     )

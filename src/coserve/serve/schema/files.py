@@ -6,7 +6,9 @@ from pydantic import BaseModel, Field
 
 LEAST_LIFE: Final = 3600  # seconds after which a file may expire
 LONGEST_LIFE: Final = 2_592_000
-Purpose = Literal["fine-tune", "fine-tune-results"]
+Purpose = Literal["fine-tune", "evals", "fine-tune-results"]
+
+UPLOADED: Final = ("fine-tune", "evals")  # purposes of uploads
 
 
 class FileObject(BaseModel):
@@ -54,7 +56,7 @@ UPLOAD: dict[str, Any] = {
                     "required": ["file", "purpose"],
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": ["fine-tune"]},
+                        "purpose": {"type": "string", "enum": ["fine-tune", "evals"]},
                         "expires_after": {
                             "type": "object",
                             "required": ["anchor", "seconds"],

@@ -35,7 +35,7 @@ class Quotas:
 
     def check_storage(self, session: Session, tenant: str, size: int, number: int = 1) -> None:
         """Raises QuotaExceeded where `number` more uploads of `size` bytes in all have no room."""
-        uploads = select(func.count()).where(File.tenant == tenant, File.purpose == "fine-tune")
+        uploads = select(func.count()).where(File.tenant == tenant, File.purpose != "fine-tune-results")
         adapters = select(func.count()).where(Adapter.tenant == tenant, Adapter.job.is_(None))
         has = session.scalars(uploads).one() + session.scalars(adapters).one()
         if has + number > self.files:
