@@ -125,6 +125,10 @@ class DataError(CoserveError):
     """A training file or example is unusable; the text names file, line and the expected form."""
 
 
+class TurnsRewritten(DataError):
+    """A chat template renders a turn differently once more of the chat follows."""
+
+
 class ValidationDataError(DataError):
     """A validation file or an example of it is unusable; the text begins with "validation"."""
 

@@ -70,4 +70,4 @@ def test_checkpoints_are_as_frequent_as_asked_for(
         checkpoint_interval(recipe, examples, 50)
     fewer = request(save_steps=asked, max_steps=20)
     recipe = recipe_of(fewer, examples, 4096, 7, continues=False)
-    assert checkpoint_interval(recipe, fewer.optimizer, examples, 50) == asked
+    assert checkpoint_interval(recipe, examples, 50) == asked

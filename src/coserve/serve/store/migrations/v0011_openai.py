@@ -1,4 +1,4 @@
-"""What OpenAI's fine-tuning has beside jobs: integrations, permissions of checkpoints, and evals."""
+"""Beside jobs, for OpenAI's fine-tuning: integrations, permissions of checkpoints, and evals."""
 
 import sqlalchemy as sa
 from alembic import op
