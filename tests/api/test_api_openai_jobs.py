@@ -95,7 +95,7 @@ def test_a_script_of_the_guides_runs_with_their_model_names(play: Play) -> None:
     [
         (reinforcement({**JUDGE, "model": "none"}), 404, "'none' does not exist"),
         (reinforcement(CHECK, hyperparameters={"compute_multiplier": 2, "group_size": 4}), 400, "not both"),
-        (reinforcement(CHECK, hyperparameters={"eval_samples": 4}), 400, "eval_samples"),
+        (reinforcement(CHECK, hyperparameters={"eval_samples": 40}), 400, "eval_samples"),
         (reinforcement(CHECK, hyperparameters={"compute_multiplier": 0}), 400, "compute_multiplier"),
         (reinforcement(CHECK, response_format={"type": "json_object"}), 400, "response_format"),
         (

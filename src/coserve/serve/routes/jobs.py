@@ -196,6 +196,11 @@ def _notes(state: State, body: JobRequest, model: Model) -> Iterator[tuple[str, 
         yield "This server reports to no wandb: the job trains without its integrations", "warn"
     settings = body.method.settings if body.method else None
     hyperparameters = settings.hyperparameters if settings else None
+    if (samples := getattr(hyperparameters, "eval_samples", "auto")) not in ("auto", 1):
+        yield (
+            f"{samples} eval_samples are not used: validations have one greedy answer to each prompt",
+            "warn",
+        )
     effort = getattr(hyperparameters, "reasoning_effort", "default")
     if effort != "default":
         yield f"The reasoning_effort '{effort}' is not used: prompts are rendered without one", "warn"

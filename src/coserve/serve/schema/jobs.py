@@ -134,8 +134,9 @@ class ReinforcementHyperparameters(Hyperparameters):
     eval_interval: Auto | Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         default="auto", description="Optimizer steps between validations, and checkpoints."
     )
-    eval_samples: Auto | Literal[1] = Field(
-        default="auto", description="Answers to each prompt of a validation, which are greedy: one."
+    eval_samples: Auto | Annotated[int, Field(ge=1, le=10)] = Field(
+        default="auto",
+        description="Accepted, and not used: a validation has one greedy answer to each prompt.",
     )
     reasoning_effort: Literal["default", "low", "medium", "high"] = Field(
         default="default", description="Accepted, and not used, as an event of the job says."
