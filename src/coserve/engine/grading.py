@@ -15,6 +15,7 @@ from coserve.engine.aside import Aside
 from coserve.engine.completion import Completion
 from coserve.errors import CoserveError, JobError
 from coserve.text import Text
+from coserve.text.tools.lark import COMPACT
 from coserve.train.grading.asking import AskingGrader, ModelQuestion
 from coserve.train.grading.graders import Grader
 
@@ -164,5 +165,5 @@ def _sampling(question: ModelQuestion) -> SamplingParams:
         temperature=question.temperature,
         top_p=question.top_p,
         seed=question.seed,
-        grammar=LLMatcher.grammar_from_json_schema(json.dumps(question.schema)),
+        grammar=LLMatcher.grammar_from_json_schema(json.dumps(question.schema), overrides=COMPACT),
     )

@@ -8,6 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import floor, log10
 from typing import Any, ClassVar, Final
 
 from coserve.core.ranges import check_range
@@ -24,6 +25,7 @@ _LONGEST_LABEL: Final = 256  # characters
 _LONGEST: Final = 1 << 15  # characters of a message, with its fields filled in
 _MOST_TOKENS: Final = 128  # of a reply, unless `sampling_params` say otherwise
 _WIDEST: Final = 1e6
+_NARROWEST: Final = 1e-3
 # As OpenAI's names them.
 _SAMPLING: Final = ("max_completions_tokens", "temperature", "top_p", "seed", "reasoning_effort")
 
@@ -129,7 +131,8 @@ class ModelGrader(AskingGrader):
 
 @dataclass(frozen=True)
 class ScoreModelGrader(ModelGrader):
-    """The number from `range[0]` to `range[1]` that a model gives the answer: OpenAI's `score_model`."""
+    """The number from `range[0]` to `range[1]` that a model gives the answer: OpenAI's `score_model`. It has
+    two decimals, in a range narrower than 10 more."""
 
     type: ClassVar[str] = "score_model"
     model: str
@@ -147,14 +150,18 @@ class ScoreModelGrader(ModelGrader):
             raise ConfigError("the grader's range must be two numbers")
         for bound in bounds:
             check_range("the grader's range", bound, -_WIDEST, _WIDEST)
-        if not bounds[0] < bounds[1]:
-            raise ConfigError(f"the grader's range must go up, not from {bounds[0]:g} to {bounds[1]:g}")
+        if not bounds[0] + _NARROWEST <= bounds[1]:
+            raise ConfigError(
+                f"the grader's range must go up by {_NARROWEST:g}, not from {bounds[0]:g} to {bounds[1]:g}"
+            )
         object.__setattr__(self, "_bounds", (float(bounds[0]), float(bounds[1])))
 
     @property
     def _schema(self) -> Mapping[str, Any]:
         low, high = self._bounds
-        return _one_field("result", {"type": "number", "minimum": low, "maximum": high})
+        # A number without a last decimal would go on until the reply is cut off.
+        step = min(0.01, 10.0 ** (floor(log10(high - low)) - 3))
+        return _one_field("result", {"type": "number", "minimum": low, "maximum": high, "multipleOf": step})
 
     def grade_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[str]) -> float:
         """See `AskingGrader`."""

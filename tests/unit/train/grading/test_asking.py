@@ -32,7 +32,9 @@ def test_a_score_is_within_its_range() -> None:
     (question,) = grader.questions("4", {"answer": "four"})
     assert question.messages == ({"role": "user", "content": "Is 4 like four?"},)
     assert (question.model, question.seed, question.temperature, question.top_p) == ("judge", 3, 0.0, 0.5)
-    assert question.schema["properties"] == {"result": {"type": "number", "minimum": -1.0, "maximum": 5.0}}
+    assert question.schema["properties"] == {
+        "result": {"type": "number", "minimum": -1.0, "maximum": 5.0, "multipleOf": 0.001}
+    }
     assert grader.grade_with("4", {}, iter(['{"result": 4.5}'])) == 4.5
     for reply, words in (
         ('{"result": 5.5}', "from -1 to 5, not 5.5"),
