@@ -3,7 +3,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Final
 
 import msgspec
@@ -40,11 +41,11 @@ class Template:
     def render(self, answer: str, item: Mapping[str, Any]) -> str:
         """The text with its fields filled in. Raises DataError for a field that the record lacks, and for a
         text that gets too long."""
-        room = self._longest - len(self._text)
+        room, parsed = self._longest - len(self._text), cache(partial(_parsed, answer))
 
         def filled(found: re.Match[str]) -> str:
             nonlocal room
-            value = self._value(found[1].strip(), answer, item)
+            value = self._value(found[1].strip(), answer, item, parsed)
             room -= len(value)
             if room < 0:
                 raise DataError(f"{self._what} has more than {self._longest} characters, with its fields")
@@ -57,11 +58,11 @@ class Template:
         self.render("", item)
 
     @staticmethod
-    def _value(field: str, answer: str, item: Mapping[str, Any]) -> str:
+    def _value(field: str, answer: str, item: Mapping[str, Any], parsed: Callable[[], object]) -> str:
         if field == "sample.output_text":
             return answer
         if field.startswith(_JSON):
-            return _of_json(field.split(".")[2:], answer)
+            return _at(field.split(".")[2:], parsed())
         value: Any = item
         for name in field.split(".")[1:]:
             if not isinstance(value, Mapping) or name not in value:
@@ -71,12 +72,21 @@ class Template:
         return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def _of_json(path: Sequence[str], answer: str) -> str:
-    """The field at a path of an answer that is JSON, as a text; empty where there is none."""
+def _parsed(answer: str) -> object:
+    """The value of an answer that is JSON; None for any other."""
     try:
-        value = json.loads(answer)
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _at(path: Sequence[str], value: Any) -> str:
+    """The part of a value at a path, as a text; empty where there is none."""
+    try:
         for name in path:
             value = value[name] if isinstance(value, Mapping) else value[int(name)]
+        if value is None:
+            return ""
         return value if isinstance(value, str) else json.dumps(value)
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         return ""
