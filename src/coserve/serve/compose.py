@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError, CoserveError
 from coserve.serve.adapter_registry.catalog import ApproximateModel
 from coserve.serve.adapter_registry.imports import digest
@@ -26,6 +27,7 @@ from coserve.serve.store.store import Store
 from coserve.serve.training.controller import JobController
 from coserve.serve.training.origins import sweep_origins
 from coserve.text import Text
+from coserve.text.generation import recommended
 from coserve.wire.messages import Hello, Numbered
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         await _check_keys(settings, store)
         link = EngineLink(socket, settings.engine_wait_seconds)
         state = State(settings, store, link, text, JobController(settings, store, link))
+        if settings.generation_config == "auto":
+            state.sampling = await asyncio.to_thread(_recommended, settings)
         await _name_adapters(state)
         await store.adapters.sweep()
         await store.tinker_checkpoints.sweep(store.folder / "tinker")
@@ -67,6 +71,11 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
                 yield state
         finally:
             await reporting.close()
+
+
+def _recommended(settings: ServerSettings) -> dict[str, SamplingParams]:
+    models = {settings.base_name: settings.model, **settings.bases}
+    return {name: recommended(model) for name, model in models.items()}
 
 
 def _text(settings: ServerSettings) -> Text:

@@ -96,6 +96,10 @@ class ServerSettings:
         str | None,
         Flag("How the model writes calls of tools, where its chat template does not tell.", "NAME"),
     ] = None
+    generation_config: Annotated[
+        str,
+        Flag("auto: what requests leave out of sampling is as in the model's generation_config.json."),
+    ] = "coserve"
     max_queue: _Count = 1024  # requests waiting, of all tenants; more are answered 429
     max_queue_tenant: _Count = 256  # requests waiting, of one tenant
     max_requests_minute: _Limit = 30_000  # of one tenant to /v1, as many at once; 0: any number
@@ -144,6 +148,9 @@ class ServerSettings:
             raise ConfigError(f"report_to has {min(unknown_reporters)!r}; there are {', '.join(REPORTERS)}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        if self.generation_config not in ("auto", "coserve"):
+            told = f"not {self.generation_config!r}"
+            raise ConfigError(f"generation_config must be auto (the model's), or coserve (OpenAI's), {told}")
         if self.tool_format is not None:
             named_format(self.tool_format)
         for table, names in (("adapters", self.adapters), ("bases", self.bases)):

@@ -1,13 +1,14 @@
 """Shared state of the routes: one object per server."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import time
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
 
+from coserve.core.request import SamplingParams
 from coserve.metrics import Metrics
 from coserve.serve.adapter_registry.catalog import Catalog
 from coserve.serve.answering.fair import FairQueue
@@ -32,6 +33,7 @@ class State:
     link: "EngineLink"
     text: "Text"
     job_controller: "JobController"
+    sampling: Mapping[str, SamplingParams] = field(default_factory=dict)  # defaults of bases, by name
     supervisor_silence: Callable[[], float] = lambda: 0.0  # seconds since the supervisor was heard
     metrics: Metrics = field(default_factory=Metrics)
     # Work that holds the interpreter: bodies that are parsed, and replies that are written.

@@ -46,7 +46,7 @@ async def create_chat_completion(
     chat = await state.bodies.run(caller.id, chat_of, body, state.text.markups)
     call = await builder.chat(
         chat,
-        sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None),
+        sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None, defaults=builder.defaults),
         RequestSize(
             choices=body.n or 1,
             max_tokens=body.max_completion_tokens or body.max_tokens,

@@ -47,7 +47,7 @@ async def create_completion(
     builder = await builder_for(state, caller, body, "cmpl-")
     call = await builder.completion(
         body.prompts,
-        sampling_of(body, body.logprobs, scores),
+        sampling_of(body, body.logprobs, scores, builder.defaults),
         RequestSize(
             choices=body.n or 1,
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
