@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _AT_ONCE: Final = 4  # items of a run
 _AGAIN: Final = 1.0  # seconds until what failed for a while is tried again
 _TIER: Final = "flex"
-_MOST_TOKENS: Final = 256  # of an answer, unless the run says otherwise
+_TOKENS: Final = 256  # of an answer, unless the run says otherwise
 _SURE: Final = ("string_check", "regex", "json_schema", "label_model")  # whose scores are 0 or 1
 
 
@@ -251,7 +251,7 @@ async def _sampled(
     turns = await state.graders.run(tenant.id, _turns, run.source["input_messages"], item)
     given = run.source.get("sampling_params") or {}
     values = {name: value for name, value in given.items() if value is not None}
-    most = values.get("max_completion_tokens", _MOST_TOKENS)
+    most = values.get("max_completion_tokens", _TOKENS)
     temperature, top_p = float(values.get("temperature", 1.0)), float(values.get("top_p", 1.0))
     sampling = SamplingParams(MOST_TOKEN_ID, temperature=temperature, top_p=top_p, seed=values.get("seed", 0))
     schema, wanted = None, values.get("response_format") or {"type": "text"}

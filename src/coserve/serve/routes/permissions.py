@@ -12,10 +12,10 @@ from coserve.serve.routes.files import unknown_cursor
 from coserve.serve.schema.common import RequestBody
 from coserve.serve.schema.jobs import FileId
 from coserve.serve.state import Shared, State
+from coserve.serve.store.permissions import MOST_PERMISSIONS
 from coserve.serve.store.records import CheckpointPermission, Tenant
 
 _PATH = "/v1/fine_tuning/checkpoints/{checkpoint}/permissions"
-_MOST_PROJECTS = 100
 
 router = APIRouter(route_class=JsonRoute, tags=["Fine-tuning"])
 
@@ -23,7 +23,7 @@ router = APIRouter(route_class=JsonRoute, tags=["Fine-tuning"])
 class PermissionRequest(RequestBody):
     """Projects are tenants, by the id that is the `organization_id` of their jobs."""
 
-    project_ids: Annotated[list[FileId], Field(fail_fast=True, min_length=1, max_length=_MOST_PROJECTS)]
+    project_ids: Annotated[list[FileId], Field(fail_fast=True, min_length=1, max_length=MOST_PERMISSIONS)]
 
 
 class PermissionObject(BaseModel):

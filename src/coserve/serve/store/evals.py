@@ -15,7 +15,7 @@ EvalRow = TypeVar("EvalRow", EvalRecord, EvalRunRecord, EvalItemRecord)
 UNFINISHED: Final = ("queued", "in_progress")
 _MOST_RUNS: Final = 100  # of an eval
 _MOST_UNFINISHED: Final = 16  # runs of a tenant
-_MOST_DELETED: Final = 500  # rows in one transaction: the writing thread is shared
+_AT_ONCE: Final = 500  # rows in one transaction: the writing thread is shared
 
 
 class EvalStore:
@@ -150,11 +150,11 @@ class EvalStore:
 
     async def _delete(self, kind: type[EvalRow], wanted: ColumnElement[bool]) -> None:
         def write(session: Session) -> int:
-            numbers = session.scalars(select(kind.number).where(wanted).limit(_MOST_DELETED)).all()
+            numbers = session.scalars(select(kind.number).where(wanted).limit(_AT_ONCE)).all()
             session.execute(delete(kind).where(kind.number.in_(numbers)))
             return len(numbers)
 
-        while await self._database.write(write) == _MOST_DELETED:
+        while await self._database.write(write) == _AT_ONCE:
             pass
 
 

@@ -33,7 +33,6 @@ _OF_METHOD: Final = frozenset({"objective", "teacher"})
 # Of a reinforcement's hyperparameters those that the engine knows by other names, or not at all.
 _OPENAIS: Final = frozenset({"compute_multiplier", "eval_interval", "eval_samples", "reasoning_effort"})
 _GROUP: Final = 8  # answers to a prompt
-_MOST_GROUP: Final = 128
 # Of the optimizer's fields those that are not TrainingConfig's.
 _OTHERS: Final = frozenset({
     "learning_rate", "gradient_accumulation_steps", "save_steps", "load_best_model_at_end",
@@ -249,7 +248,7 @@ def _objective(request: JobRequest) -> dict[str, Any] | None:
                 message = "Give either 'compute_multiplier' or 'group_size', not both."
                 raise ApiError(400, message, param="method", code="invalid_value")
             asked = round(_GROUP * hyperparameters.compute_multiplier)
-            objective["group_size"] = min(max(asked, 2), _MOST_GROUP)
+            objective["group_size"] = max(asked, 2)
     if isinstance(settings, DistillationMethod):
         objective["teacher"] = settings.teacher
     return objective

@@ -23,7 +23,7 @@ _MOST_PARTS: Final = 32  # of a message
 _MOST_LABELS: Final = 64
 _LONGEST_LABEL: Final = 256  # characters
 _LONGEST: Final = 1 << 15  # characters of a message, with its fields filled in
-_MOST_TOKENS: Final = 128  # of a reply, unless `sampling_params` say otherwise
+_TOKENS: Final = 128  # of a reply, unless `sampling_params` say otherwise
 _WIDEST: Final = 1e6
 _NARROWEST: Final = 1e-3
 # As OpenAI's names them.
@@ -112,7 +112,7 @@ class ModelGrader(AskingGrader):
                 self.model,
                 messages,
                 self._schema,
-                set_by.get("max_completions_tokens", _MOST_TOKENS),
+                set_by.get("max_completions_tokens", _TOKENS),
                 float(set_by.get("temperature", 0.0)),
                 float(set_by.get("top_p", 1.0)),
                 set_by.get("seed", 0),
