@@ -29,7 +29,7 @@ def _group() -> None:
 
 @dataclass(slots=True)
 class Exported:
-    """What files hold: jobs, the names of uploads by their id, and data files."""
+    """Contents of exported files: jobs, the names of uploads by their id, and data files."""
 
     jobs: list[Mapping[str, Any]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
