@@ -205,6 +205,11 @@ def test_others_see_nothing_of_it(play: Play) -> None:
                 await call(own.id)
         with pytest.raises(openai.BadRequestError):
             await two.evals.list(after=made.id)
+        further = await create(world, key=keys["one"])  # a run of one's own belongs to its eval alone
+        with pytest.raises(openai.NotFoundError):
+            await one.evals.runs.retrieve(run.id, eval_id=further.id)
+        with pytest.raises(openai.NotFoundError):
+            await one.evals.runs.delete(run.id, eval_id=further.id)
         assert (await one.evals.runs.retrieve(run.id, eval_id=made.id)).result_counts.total == 1
 
     play(story)

@@ -21,6 +21,7 @@ from coserve.serve.anthropic.schema import (
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.common import JsonObject
 from coserve.text.chat import turn_of
+from coserve.text.generation import OURS
 from coserve.text.tools.tool import Tool
 
 _BETWEEN: Final = "\n"  # blocks of a turn, and messages that are one turn
@@ -119,7 +120,7 @@ def _text(content: TextContent) -> str:
     return content if isinstance(content, str) else _BETWEEN.join(block.text for block in content)
 
 
-def sampling_of(body: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
+def sampling_of(body: MessagesRequest, defaults: SamplingParams = OURS) -> SamplingParams:
     """Sampling parameters of a body, but for `max_tokens`; `defaults` are those of what it leaves out."""
     return SamplingParams(
         temperature=defaults.temperature if body.temperature is None else body.temperature,
