@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel
 
 from coserve.errors import ConfigError
 from coserve.serve.errors import ApiError, error_responses, not_found
@@ -43,8 +44,10 @@ _RUNS, _ITEMS = "/{eval_id}/runs", "/{eval_id}/runs/{run_id}/output_items"
 _COUNTS = {"passed": "pass", "failed": "fail", "errored": "error"}
 
 
-@router.post("", status_code=201, responses=error_responses(404), summary="Create an eval")
-async def create_eval(body: EvalRequest, caller: Caller, state: Shared) -> EvalObject:
+@router.post(
+    "", status_code=201, response_model=EvalObject, responses=error_responses(404), summary="Create an eval"
+)
+async def create_eval(body: EvalRequest, caller: Caller, state: Shared) -> Response:
     """Keeps graders, by which runs are measured."""
     try:
         await state.graders.run(caller.id, JsonSchemaGrader, body.data_source_config.item_schema)
@@ -65,7 +68,7 @@ async def create_eval(body: EvalRequest, caller: Caller, state: Shared) -> EvalO
         labels=body.metadata,
     )
     await state.store.evals.add(row)
-    return _shown(row)
+    return await _told(state, caller, _shown(row), 201)
 
 
 @router.get("", response_model=EvalPage, responses=error_responses(), summary="List evals")
@@ -82,20 +85,24 @@ async def list_evals(
     return await _listed(state, caller, page, after, _shown)
 
 
-@router.get("/{eval_id}", responses=error_responses(404), summary="Retrieve an eval")
-async def retrieve_eval(eval_id: str, caller: Caller, state: Shared) -> EvalObject:
+@router.get(
+    "/{eval_id}", response_model=EvalObject, responses=error_responses(404), summary="Retrieve an eval"
+)
+async def retrieve_eval(eval_id: str, caller: Caller, state: Shared) -> Response:
     """Describes an eval."""
-    return _shown(await _find(state, caller, eval_id))
+    return await _told(state, caller, _shown(await _find(state, caller, eval_id)))
 
 
-@router.post("/{eval_id}", responses=error_responses(404), summary="Change an eval")
-async def update_eval(eval_id: str, body: EvalChange, caller: Caller, state: Shared) -> EvalObject:
+@router.post(
+    "/{eval_id}", response_model=EvalObject, responses=error_responses(404), summary="Change an eval"
+)
+async def update_eval(eval_id: str, body: EvalChange, caller: Caller, state: Shared) -> Response:
     """Changes an eval's name or metadata."""
     found = await _find(state, caller, eval_id)
     name = found.name if body.name is None else body.name
     labels = body.metadata if "metadata" in body.model_fields_set else found.labels
     await state.store.evals.change(found.id, name=name, labels=labels)
-    return _shown(await _find(state, caller, eval_id))
+    return await _told(state, caller, _shown(await _find(state, caller, eval_id)))
 
 
 @router.delete("/{eval_id}", responses=error_responses(404), summary="Delete an eval")
@@ -106,8 +113,14 @@ async def delete_eval(eval_id: str, caller: Caller, state: Shared) -> EvalDelete
     return EvalDeleted(eval_id=eval_id)
 
 
-@router.post(_RUNS, status_code=201, responses=error_responses(404), summary="Run an eval")
-async def create_run(eval_id: str, body: EvalRunRequest, caller: Caller, state: Shared) -> EvalRunObject:
+@router.post(
+    _RUNS,
+    status_code=201,
+    response_model=EvalRunObject,
+    responses=error_responses(404),
+    summary="Run an eval",
+)
+async def create_run(eval_id: str, body: EvalRunRequest, caller: Caller, state: Shared) -> Response:
     """Measures data by an eval's graders, beside other work. A `model` answers them first."""
     found, asked, model = await _find(state, caller, eval_id), body.data_source, None
     if isinstance(asked, SampledData):
@@ -145,7 +158,7 @@ async def create_run(eval_id: str, body: EvalRunRequest, caller: Caller, state: 
     )
     await state.store.evals.add_run(row)
     state.evals_changed.set()
-    return _run(row)
+    return await _told(state, caller, _run(row), 201)
 
 
 @router.get(_RUNS, response_model=EvalPage, responses=error_responses(404), summary="List an eval's runs")
@@ -166,20 +179,30 @@ async def list_runs(
     return await _listed(state, caller, page, after, _run)
 
 
-@router.get(_RUNS + "/{run_id}", responses=error_responses(404), summary="Retrieve a run")
-async def retrieve_run(eval_id: str, run_id: str, caller: Caller, state: Shared) -> EvalRunObject:
+@router.get(
+    _RUNS + "/{run_id}",
+    response_model=EvalRunObject,
+    responses=error_responses(404),
+    summary="Retrieve a run",
+)
+async def retrieve_run(eval_id: str, run_id: str, caller: Caller, state: Shared) -> Response:
     """Describes a run and what it has found so far."""
-    return _run(await _find_run(state, caller, eval_id, run_id))
+    return await _told(state, caller, _run(await _find_run(state, caller, eval_id, run_id)))
 
 
 @router.post(_RUNS + "/{run_id}", include_in_schema=False)  # as OpenAI's reference has it; its client:
-@router.post(_RUNS + "/{run_id}/cancel", responses=error_responses(404, 409), summary="Cancel a run")
-async def cancel_run(eval_id: str, run_id: str, caller: Caller, state: Shared) -> EvalRunObject:
+@router.post(
+    _RUNS + "/{run_id}/cancel",
+    response_model=EvalRunObject,
+    responses=error_responses(404, 409),
+    summary="Cancel a run",
+)
+async def cancel_run(eval_id: str, run_id: str, caller: Caller, state: Shared) -> Response:
     """Ends a run; its outcomes so far stay."""
     run = await _find_run(state, caller, eval_id, run_id)
     if not await state.store.evals.move(run.id, UNFINISHED, "canceled"):
         raise ApiError(409, f"The run {run_id} is over already.", code="run_is_over")
-    return _run(await _find_run(state, caller, eval_id, run_id))
+    return await _told(state, caller, _run(await _find_run(state, caller, eval_id, run_id)))
 
 
 @router.delete(_RUNS + "/{run_id}", responses=error_responses(404), summary="Delete a run")
@@ -210,16 +233,21 @@ async def list_output_items(
     return await _listed(state, caller, page, after, lambda row: _item(eval_id, row))
 
 
-@router.get(_ITEMS + "/{item_id}", responses=error_responses(404), summary="Retrieve an outcome")
+@router.get(
+    _ITEMS + "/{item_id}",
+    response_model=EvalItemObject,
+    responses=error_responses(404),
+    summary="Retrieve an outcome",
+)
 async def retrieve_output_item(
     eval_id: str, run_id: str, item_id: str, caller: Caller, state: Shared
-) -> EvalItemObject:
+) -> Response:
     """The outcome for one item."""
     run = await _find_run(state, caller, eval_id, run_id)
     row = await state.store.evals.get(EvalItemRecord, caller.id, item_id)
     if row is None or row.run != run.id:
         raise _no_such("output_item", item_id)
-    return _item(eval_id, row)
+    return await _told(state, caller, _item(eval_id, row))
 
 
 async def _find(state: State, tenant: Tenant, id: str) -> EvalRecord:
@@ -232,6 +260,13 @@ async def _find_run(state: State, tenant: Tenant, eval_id: str, id: str) -> Eval
     found = await state.store.evals.get(EvalRunRecord, tenant.id, id)
     if found is None or found.eval != eval_id:
         raise _no_such("run", id)
+    return found
+
+
+async def _told(state: State, caller: Tenant, value: BaseModel, status: int = 200) -> Response:
+    """A reply that holds what clients have sent, and is written beside the loop."""
+    found = await json_reply(state.bodies, caller.id, value)
+    found.status_code = status
     return found
 
 

@@ -62,12 +62,14 @@ async def run_grader(body: GraderRun, request: Request, caller: Caller, state: S
     return await json_reply(state.bodies, caller.id, _shown(body.grader, found, errors))
 
 
-@router.post("/validate", responses=error_responses(404), summary="Check a grader")
-async def validate_grader(body: GraderValidation, caller: Caller, state: Shared) -> GraderValidation:
+@router.post(
+    "/validate", response_model=GraderValidation, responses=error_responses(404), summary="Check a grader"
+)
+async def validate_grader(body: GraderValidation, caller: Caller, state: Shared) -> Response:
     """Returns the grader where it can be used."""
     for name in sorted(models_asked(await grader_of(state, caller, body.grader, "grader"))):
         await state.catalog.find(caller, name)
-    return body
+    return await json_reply(state.bodies, caller.id, body)
 
 
 def _shown(settings: dict[str, Any], found: Grade, errors: dict[str, Any]) -> dict[str, Any]:
