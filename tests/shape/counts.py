@@ -143,8 +143,8 @@ def counted() -> list[Count]:
         # Of both 935 are recurrent layers, 760 and 1,990 tensor parallelism, 290 and 540 attention older than
         # transformers' interface and the text part of multimodal models; of the second 2,120 are adapter
         # methods, 2,250 tools and reasoning, 360 Anthropic's dialect.
-        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 36_110, 28_000),
-        Count("lines of the package", lines(), 106_270, 82_000),
+        Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 36_101, 28_000),
+        Count("lines of the package", lines(), 106_298, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),
