@@ -7,6 +7,7 @@ from typing import Any
 
 CHAT, TEXT, JOB = "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/jobs"
 EMBEDDINGS, BATCHES, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/v1/batches", "/tokenize", "/detokenize"
+GRADERS, EVALS = "/v1/fine_tuning/alpha/graders/run", "/v1/evals"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 Body = tuple[str, bytes]  # path, JSON
@@ -115,6 +116,47 @@ def _schema(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     return CHAT, chat(response_format={"type": "json_schema", "json_schema": asked})
 
 
+def grader(draw: random.Random, length: int) -> dict[str, Any]:
+    """A grader of about `length` bytes that takes long, or is none."""
+    text = draw.choice(["a", "{{item.x}}", "{{sample.output_json.x}}", "{{" + " " * 90, "((((", "é"])
+    words = text * (length // len(text.encode()) + 1)
+    asks = {
+        "model": draw.choice(["tiny", "x" * 9_000]),
+        "input": [{"role": "user", "content": words[:9_000]}],
+    }
+    flat: dict[str, Any] = draw.choice([
+        {"type": "string_check", "operation": "eq", "input": words, "reference": words},
+        {"type": "text_similarity", "evaluation_metric": "fuzzy_match", "input": words, "reference": text},
+        {"type": "regex", "pattern": words},
+        {"type": "json_schema", "schema": {"enum": [words] * 50}},
+        {"type": "score_model", "range": draw.choice([[0, 1], [1e9, -1], [0, 1e-300], "x"]), **asks},
+        {"type": "label_model", "labels": [words[:99]] * draw.choice([1, 65]), "passing_labels": [], **asks},
+        {"type": "python", "source": words},
+        {"type": "http", "url": "http://127.0.0.1/"},
+    ])  # fmt: skip
+    formula = draw.choice(["a", "-" * 990 + "a", "a" + "**a" * 300, "9" * 990, "a()" * 300, "a.__class__"])
+    multi = {"type": "multi", "graders": {"a": flat}, "calculate_output": formula}
+    return draw.choice([flat, multi, {**multi, "graders": {f"a{n}": flat for n in range(40)}}])
+
+
+def _graders(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    asked = grader(draw, draw.choice([100, 9_000, 60_000]))
+    sample = draw.choice(["[" * 500_000, '{"x": 1}', "a" * 900_000, "\U0001f600" * 60_000])
+    item = draw.choice([{"x": "{{item.x}}" * 5_000}, {"x": [[[[]]]]}, {f"{n}": n for n in range(50_000)}])
+    return GRADERS, {"grader": asked, "model_sample": sample[: nbytes // 3], "item": item}
+
+
+def _evals(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    criteria = [grader(draw, 3_000) for _ in range(draw.choice([1, 16, 200]))]
+    schema = draw.choice(
+        [{}, {"pattern": "(a*)*b"}, {"enum": [*range(9_000)]}, {"$ref": "#"}, {"allOf": [{}] * 999}]
+    )
+    return EVALS, {
+        "data_source_config": {"type": "custom", "item_schema": schema},
+        "testing_criteria": criteria,
+    }
+
+
 def _cut(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     path, body = hostile(draw, nbytes)
     return path, body[: draw.randrange(len(body))]
@@ -162,5 +204,5 @@ def _batch(draw: random.Random, nbytes: int) -> tuple[str, Any]:
 
 KINDS: list[Callable[[random.Random, int], tuple[str, Any]]] = [
     _parts, _messages, _items, _long, _prompts, _ids, _unknown, _keys, _nested, _schema, _cut, _inputs,
-    _forms, _batch,
+    _forms, _batch, _graders, _evals,
 ]  # fmt: skip

@@ -14,6 +14,7 @@
     │   ├── PromptTooLong        longer than the model's positions
     │   └── OutOfPages           needs more tokens than all pages hold
     ├── DataError                a training file or example is unusable (file, line, what was expected)
+    │   ├── TurnsRewritten       a chat template renders earlier turns differently
     │   └── ValidationDataError  one of a validation file
     ├── JobError                 a fine-tuning job cannot start or go on
     │   └── LossNotFinite        the loss became NaN or infinite; the last good version stays
@@ -123,6 +124,10 @@ class OutOfPages(RequestError):
 
 class DataError(CoserveError):
     """A training file or example is unusable; the text names file, line and the expected form."""
+
+
+class TurnsRewritten(DataError):
+    """A chat template renders a turn differently once more of the chat follows."""
 
 
 class ValidationDataError(DataError):

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from coserve import tiny
 from coserve.core.plan import TokenLogprobs
 from coserve.text import Text
 from coserve.text.infill import infill
@@ -261,3 +264,26 @@ def test_too_much_at_once_is_told_to_come_back(play: Play) -> None:
         assert world.state.queue.waiting == world.state.queue.inside == 0
 
     play(story, max_queue=30, max_queue_tenant=30, engine={"max_running": 4, "step_seconds": 0.002})
+
+
+def test_what_a_request_leaves_out_may_be_the_models_own(play: Play, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.path(), folder)
+    own = {"temperature": 0.5, "top_k": 7, "repetition_penalty": 1.5}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+
+    async def story(world: World) -> None:
+        world.say("yes")
+        await world.client().completions.create(model="tiny", prompt="x")
+        await world.client().completions.create(
+            model="tiny", prompt="x", temperature=0.25, extra_body={"top_k": 0}
+        )
+        message = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
+        assert (await world.http.post("/v1/messages", json=message)).status_code == 200
+        left_out, given, other = (request.sampling for request in world.submits())
+        for sampling in (left_out, other):
+            found = sampling.temperature, sampling.top_k, sampling.repetition_penalty, sampling.top_p
+            assert found == (0.5, 7, 1.5, 1.0)
+        assert (given.temperature, given.top_k, given.repetition_penalty) == (0.25, 0, 1.5)
+
+    play(story, model=str(folder), generation_config="auto")

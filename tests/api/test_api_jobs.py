@@ -335,11 +335,18 @@ def test_rewards_of_a_validation_are_shown_and_remembered(play: Play) -> None:
         ({"method": distillation("tiny", temperature=0)}, "temperature"),
         ({"method": {"type": "reinforcement"}}, "with a grader"),
         (
-            {"method": reinforcement(type="score_model")},
-            "no grader 'score_model': no model grades",
+            {
+                "method": reinforcement(
+                    type="score_model", model="tiny", input=[{"role": "robot", "content": ""}]
+                )
+            },
+            "of another role",
         ),
         ({"method": reinforcement(type="python", source="x")}, "no grader 'python': it would run a tenant's"),
-        ({"method": reinforcement(type="text_similarity", reference="a", evaluation_metric="bleu")}, "bleu"),
+        (
+            {"method": reinforcement(type="text_similarity", reference="a", evaluation_metric="cosine")},
+            "cosine",
+        ),
         (
             {"method": reinforcement(type="multi", graders={}, calculate_output="1")},
             "an object of 1 to 16 by name",
@@ -365,7 +372,7 @@ def test_rewards_of_a_validation_are_shown_and_remembered(play: Play) -> None:
         ({"suffix": "a" * 65}, "suffix"),
         ({"seed": -1}, "seed"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
-        ({"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]}, "integrations"),
+        ({"integrations": [{"type": "mlflow", "wandb": {"project": "x"}}]}, "integrations"),
         (
             {
                 "hyperparameters": {"learning_rate_multiplier": 1.0},

@@ -103,6 +103,30 @@ def test_no_body_stops_the_loop(play: Play, seed: int) -> None:
     play(story, engine={"step_seconds": 0.01})
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_no_grader_and_no_eval_stops_the_loop(play: Play, seed: int) -> None:
+    """Of twelve bodies each, all are answered, and other tenants' graders go on."""
+    draw = random.Random(f"graders {seed}")
+    kinds = (hostile_bodies._graders, hostile_bodies._evals)
+    bodies = [draw.choice(kinds)(draw, 900_000) for _ in range(12)]
+
+    async def story(world: World) -> None:
+        world.say('{"result": 1}')
+        for path in (hostile_bodies.GRADERS, hostile_bodies.EVALS):
+            await world.http.post(path, json={})  # what is built with the first request
+        async with watched() as worst:
+            for path, body in bodies:
+                answer = await world.http.post(path, json=body)
+                assert answer.status_code < 500, (path, answer.text[:300])
+        assert worst[0] < 2 * MOST_SECONDS, worst
+        check = {"type": "string_check", "reference": "a"}
+        asked = {"grader": check, "model_sample": "a"}
+        found = (await world.http.post(hostile_bodies.GRADERS, json=asked)).json()
+        assert found["reward"] == 1.0
+
+    play(story)
+
+
 def test_prompts_behind_one_that_is_too_long_are_not_tokenized(play: Play) -> None:
     async def story(world: World) -> None:
         encode, tokenized = world.state.text.encode, []

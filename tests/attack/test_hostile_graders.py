@@ -38,7 +38,7 @@ def schema(draws: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def settings(draws: random.Random) -> dict[str, Any]:
-    kind = draws.choice(["regex", "json_schema", "string_check", "text_similarity", "multi"])
+    kind = draws.choice(["regex", "json_schema", "string_check", "text_similarity", "multi", "score_model"])
     text = draws.choice(
         ["{{sample.output_text}}" * 300, "{{" + " " * 9000, "{{item.x}}", "{" * 9000, "{{item." * 900]
     )
@@ -46,6 +46,14 @@ def settings(draws: random.Random) -> dict[str, Any]:
         return {"type": kind, "pattern": pattern(draws)}
     if kind == "json_schema":
         return {"type": kind, "schema": schema(draws)}
+    if kind == "score_model":  # of which nothing is asked here: each answer fails
+        asked = [{"role": "user", "content": text}] * draws.choice([1, 32, 33])
+        return {
+            "type": kind,
+            "model": "m",
+            "input": asked,
+            "range": draws.choice([[0, 1], [1, 0], [0, 1e-9]]),
+        }
     if kind == "string_check":
         return {"type": kind, "reference": text, "operation": draws.choice(["like", "ilike", "eq"])}
     if kind == "text_similarity":

@@ -18,7 +18,7 @@ from coserve.core.request import SamplingParams
 from coserve.core.training import AdamParams, Datum
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.rollouts import FLEX
+from coserve.engine.grading import FLEX
 from coserve.engine.training_client import Operation, TrainingClient
 from coserve.workload.requests import Tokens
 

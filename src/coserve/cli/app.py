@@ -12,6 +12,7 @@ from coserve.cli import (
     doctor,
     executor,
     finetune,
+    importing,
     jobs,
     keys,
     plan,
@@ -35,6 +36,7 @@ app.command()(demo.demo)
 app.command()(chat.chat)
 app.command()(finetune.finetune)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(importing.app, name="import")
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(quarantine.app, name="quarantine")

@@ -42,7 +42,16 @@ _OF_SERVICE = re.compile(r"COSERVE_SERVICE_(HOST|PORT(_\w+)?)|COSERVE_PORT_\d+_(
 MOST_NAMED = 5  # unread variables, or settings, in one sentence
 CLOSE = 0.8  # likeness from which an unknown variable is taken for a slip of the pen
 # Settings of names that are not known here, which no variable of the environment has.
-_NAMED = ("bases", "adapters", "adapter_bases", "chains", "stitched", "policy_options", "scheduler")
+_NAMED = (
+    "bases",
+    "adapters",
+    "adapter_bases",
+    "chains",
+    "stitched",
+    "model_aliases",
+    "policy_options",
+    "scheduler",
+)
 # Names of types by the beginning of pydantic's kinds of errors.
 _TYPES = {"int": "int", "float": "float", "bool": "bool", "string": "str", "path": "str", "tuple": "array"}
 _TYPES |= dict.fromkeys(("dict", "mapping", "dataclass"), "object")

@@ -9,40 +9,24 @@ all other requests that wait.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final
 
 from coserve.core.contained import contained
 from coserve.core.events import JobFailed
-from coserve.core.request import SLO, SamplingParams
+from coserve.core.request import SamplingParams
 from coserve.engine.aside import Aside, AtOnce
 from coserve.engine.completion import Completion
+from coserve.engine.grading import FLEX, AnswerGrading, Generate
 from coserve.errors import CoserveError, JobError
 from coserve.text import Text
-from coserve.train.grading.graders import Grader
+from coserve.train.objectives import Reinforcement
 from coserve.train.reinforced import AnswerGroup, ReinforcedSteps, SampledAnswer
 
-FLEX: Final = SLO(deferral=60.0)  # seconds, as a server's tier has by default
 SCOPE: Final = "rollouts of "
 _AHEAD: Final = 1  # steps
 _SHARE: Final = 4  # rollouts of all jobs have one in so many of the sequences that may run at once
-
-
-class Generate(Protocol):
-    """`Engine.generate`, as far as rollouts need it."""
-
-    def __call__(
-        self,
-        prompt: Sequence[int],
-        adapter: str | None = None,
-        sampling: SamplingParams = ...,
-        slo: SLO = ...,
-        *,
-        text: bool = ...,
-        scope: str | None = ...,
-    ) -> Completion: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +43,7 @@ class _Sampling:
 @dataclass(slots=True, eq=False)
 class _Job:
     steps: ReinforcedSteps
-    aside: Aside
+    grading: AnswerGrading
     ready: Callable[[], None]
     sampling: _Sampling | None = None
     error: CoserveError | None = None  # the reason for which its answers cannot be had
@@ -83,15 +67,21 @@ class Rollouts:
     def start(self, steps: ReinforcedSteps, ready: Callable[[], None]) -> None:
         """Samples for a job from now on. `ready` is called when a step's answers are offered to
         `steps`."""
-        job = self._jobs[steps.prepared.job] = _Job(steps, self.asides(), ready)
+        name = steps.prepared.job
+        grading = self.grading(steps.objective, f"{SCOPE}{name}")
+        job = self._jobs[name] = _Job(steps, grading, ready)
         self._sample(job)
+
+    def grading(self, objective: Reinforcement, scope: str) -> AnswerGrading:
+        """Grades answers as an objective says, on threads of its own."""
+        return AnswerGrading(objective.grader, self._generate, self._text, self.asides(), scope)
 
     def drop(self, name: str) -> None:
         """Ends a job's rollouts, if it has any."""
         job = self._jobs.pop(name, None)
         if job is None:
             return
-        job.aside.close()
+        job.grading.close()
         if job.sampling is not None:
             for completion in job.sampling.under_way.values():
                 completion.cancel()
@@ -116,6 +106,7 @@ class Rollouts:
 
     def _advance(self, job: _Job) -> None:
         sampling, size = job.sampling, job.steps.objective.group_size
+        job.grading.advance()
         if sampling is None:
             self._sample(job)
             return
@@ -145,6 +136,7 @@ class Rollouts:
                     temperature=objective.temperature,
                     seed=_seed(steps.config.seed, number, place, member),
                     logprobs=0,
+                    grammar=objective.grammar,
                 )
                 waiting.append((place * size + member, steps.examples[index].tokens, params))
         job.sampling = _Sampling(indices, waiting)
@@ -170,7 +162,6 @@ class Rollouts:
         tokens = [tuple(answer.tokens) for answer in answers]
         logprobs = [tuple(token.chosen for token in answer.logprobs) for answer in answers]
         reference = job.steps.prepared.data.references[sampling.indices[group]]
-        work = partial(rewards_of, job.steps.objective.grader, self._text, tokens, reference)
 
         def graded(outcome: list[float] | CoserveError) -> None:
             if self._jobs.get(job.steps.prepared.job) is not job:  # it has ended
@@ -186,15 +177,7 @@ class Rollouts:
                 self._sample(job)  # before the answers train: its first version is still the same
                 job.ready()
 
-        job.aside.do("grading answers", work, graded)
-
-
-def rewards_of(
-    grader: Grader, text: Text | None, answers: Sequence[Sequence[int]], reference: Mapping[str, Any]
-) -> list[float]:
-    """Rewards of answers to one prompt."""
-    decoded = ["" if text is None else text.decode(tokens) for tokens in answers]
-    return [grader.grade(one, reference) for one in decoded]
+        job.grading.grade("grading answers", tokens, reference, graded)
 
 
 def _seed(*parts: int) -> int:

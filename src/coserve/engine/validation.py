@@ -1,14 +1,13 @@
 """Validation of a job's checkpoints, by its objective: losses of examples and pairs, rewards of answers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from statistics import fmean
 from typing import Any, Final
 
 from coserve.core.request import SamplingParams
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
-from coserve.engine.rollouts import FLEX, rewards_of
+from coserve.engine.grading import FLEX
 from coserve.engine.scoring import Asked, LossScoring, PairScoring, Requests, Scoring, Validation
 from coserve.engine.served_job import ServedJob
 from coserve.errors import CoserveError
@@ -53,11 +52,11 @@ class RewardScoring(Scoring):
         look_again: Callable[[], None],
     ) -> None:
         super().__init__(engine, version)
-        self._references, self._objective, self._look_again = references, objective, look_again
-        greedy = SamplingParams(max_tokens=objective.max_tokens, temperature=0.0)
+        self._references, self._look_again = references, look_again
+        greedy = SamplingParams(objective.max_tokens, temperature=0.0, grammar=objective.grammar)
         asked = (Asked(number, prompt, greedy) for number, prompt in enumerate(prompts))
         self._requests = Requests(engine, version, asked, FLEX, _ANSWERS_UNDER_WAY)
-        self._aside = engine.rollouts.asides()
+        self._grading = engine.rollouts.grading(objective, f"validation of {version}")
         self._lengths: list[int] = []
         self._rewards: list[float] = []
         self._error: CoserveError | None = None
@@ -66,24 +65,24 @@ class RewardScoring(Scoring):
     def _advance(self) -> Validation | None:
         if self._error is not None:
             raise self._error
+        self._grading.advance()
         for number, completion in self._requests.advance():
             self._grade(number, completion)
         if len(self._rewards) < len(self._references):
             return None
-        self._aside.close()
+        self._grading.close()
         figures = {"reward": fmean(self._rewards), "completions/mean_length": fmean(self._lengths)}
         return Validation(None, figures)
 
     def _cancel(self) -> None:
         self._requests.cancel()
-        self._aside.close()
+        self._grading.close()
 
     def _grade(self, number: int, completion: Completion) -> None:
         tokens = tuple(completion.tokens)
         self._lengths.append(len(tokens))
-        text, reference = self._engine.text, self._references[number]
-        work = partial(rewards_of, self._objective.grader, text, [tokens], reference)
-        self._aside.do("grading answers of the validation", work, self._graded)
+        what = "grading answers of the validation"
+        self._grading.grade(what, [tokens], self._references[number], self._graded)
 
     def _graded(self, outcome: list[float] | CoserveError) -> None:
         if self._is_cancelled:

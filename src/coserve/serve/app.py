@@ -14,6 +14,7 @@ from coserve.serve.anthropic import routes as anthropic
 from coserve.serve.anthropic.errors import ERRORS
 from coserve.serve.batches.asked import OwnRoutes
 from coserve.serve.batches.runner import Batches
+from coserve.serve.evals import routes as evals
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import AllowedOrigins, TrustedHosts
 from coserve.serve.http.idempotency import Idempotency
@@ -33,9 +34,11 @@ from coserve.serve.routes import (
     docs,
     embeddings,
     files,
+    graders,
     health,
     jobs,
     models,
+    permissions,
     stored_chats,
     tokens,
     transfers,
@@ -66,18 +69,11 @@ _LARGE = (
     responses.COUNT,
     *tinker.LARGE,
 )
-    *COMPUTED,
-    *tokens.TOKENS,
-    anthropic.COUNT_TOKENS,
-    responses.COMPACT,
-    responses.COUNT,
-    *tinker.LARGE,
-)
 
 
 _ROOMS: Final = (
     *(chat, stored_chats, completions, embeddings, anthropic, responses, conversations, models, adapters),
-    *(transfers, files, uploads, jobs, batches, tokens, health, docs),
+    *(transfers, files, uploads, jobs, batches, graders, permissions, evals, tokens, health, docs),
 )
 # Forms of errors below these paths; elsewhere they are OpenAI's.
 SHAPES: Final = {anthropic.MESSAGES: ERRORS}

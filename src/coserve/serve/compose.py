@@ -10,11 +10,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError, CoserveError
 from coserve.serve.adapter_registry.catalog import ApproximateModel
 from coserve.serve.adapter_registry.imports import digest
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import LASTING, Suspect, WorkItem
+from coserve.serve.evals.runs import running_evals
 from coserve.serve.reporting.observer import Reporting
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
@@ -25,6 +27,7 @@ from coserve.serve.store.store import Store
 from coserve.serve.training.controller import JobController
 from coserve.serve.training.origins import sweep_origins
 from coserve.text import Text
+from coserve.text.generation import recommended
 from coserve.wire.messages import Hello, Numbered
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,8 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         await _check_keys(settings, store)
         link = EngineLink(socket, settings.engine_wait_seconds)
         state = State(settings, store, link, text, JobController(settings, store, link))
+        if settings.generation_config == "auto":
+            state.sampling = await asyncio.to_thread(_recommended, settings)
         await _name_adapters(state)
         await store.adapters.sweep()
         await store.tinker_checkpoints.sweep(store.folder / "tinker")
@@ -62,10 +67,15 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         reporting = Reporting(settings, store)
         await _wire(state, reporting)
         try:
-            async with _running(link), _sweeping(store, settings):
+            async with _running(link), _sweeping(store, settings), running_evals(state):
                 yield state
         finally:
             await reporting.close()
+
+
+def _recommended(settings: ServerSettings) -> dict[str, SamplingParams]:
+    models = {settings.base_name: settings.model, **settings.bases}
+    return {name: recommended(model) for name, model in models.items()}
 
 
 def _text(settings: ServerSettings) -> Text:

@@ -53,8 +53,9 @@ class ServerSettings:
     `adapters` are PEFT folders by theirs, and `adapter_bases` the names of their bases, of those that are not
     for `model`. `chains` are folders of approximations of some models and adapters, by the name of these and
     their own, the most accurate first; an empty folder is the base itself, or the chain of two bases that
-    `stitched` has of this name, in which bases are named as in `base_names`. `slo` holds all three service
-    tiers; missing entries keep their defaults. Raises ConfigError, naming the key.
+    `stitched` has of this name, in which bases are named as in `base_names`. `model_aliases` are bases by
+    further names, or beginnings of names that end in `*`, under which requests reach them. `slo` holds all
+    three service tiers; missing entries keep their defaults. Raises ConfigError, naming the key.
     """
 
     model: str  # folder or hub name
@@ -68,6 +69,7 @@ class ServerSettings:
     adapter_bases: Mapping[str, str] = field(default_factory=dict)
     chains: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     stitched: Mapping[str, StitchedChain] = field(default_factory=dict)
+    model_aliases: Mapping[str, str] = field(default_factory=dict)
     adapter_root: Annotated[Path | None, Flag("Folder that /v1/load_lora_adapter may read.", "FOLDER")] = None
     require_keys: Annotated[bool, Flag("Ask for API keys on loopback too.")] = False
     allow_insecure: Annotated[
@@ -100,6 +102,10 @@ class ServerSettings:
             "Leave out tools of /v1/responses that are no functions, such as web_search: refused otherwise."
         ),
     ] = False
+    generation_config: Annotated[
+        str,
+        Flag("auto: what requests leave out of sampling is as in the model's generation_config.json."),
+    ] = "coserve"
     max_queue: _Count = 1024  # requests waiting, of all tenants; more are answered 429
     max_queue_tenant: _Count = 256  # requests waiting, of one tenant
     max_requests_minute: _Limit = 30_000  # of one tenant to /v1, as many at once; 0: any number
@@ -155,6 +161,9 @@ class ServerSettings:
             raise ConfigError(f"pooling_type must be MEAN or LAST, not {self.pooling_type!r}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        if self.generation_config not in ("auto", "coserve"):
+            told = f"not {self.generation_config!r}"
+            raise ConfigError(f"generation_config must be auto (the model's), or coserve (OpenAI's), {told}")
         if self.tool_format is not None:
             named_format(self.tool_format)
         for table, names in (("adapters", self.adapters), ("bases", self.bases)):
@@ -175,6 +184,10 @@ class ServerSettings:
         if strange := set(self.chains) - {self.base_name, *self.bases, *self.adapters}:
             raise ConfigError(f"chains has {min(strange)!r}, which is no model and none of the adapters")
         self._check_stitched()
+        if strange := set(self.model_aliases.values()) - {*self.base_names}:
+            raise ConfigError(f"model_aliases names {min(strange)!r}, which is none of the bases")
+        if bad := [one for one in self.model_aliases if "*" in one[:-1] or one in ("", "*")]:
+            raise ConfigError(f"model_aliases has {bad[0]!r}: expected a name, or the beginning of one and *")
         if unknown := set(self.slo) - set(TIERS):
             raise ConfigError(f"slo.{min(unknown)} is no service tier; there are {', '.join(TIERS)}")
         self._check_policy()

@@ -1,12 +1,14 @@
 """Shared state of the routes: one object per server."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import time
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
 
+from coserve.core.request import SamplingParams
 from coserve.metrics import Metrics
 from coserve.serve.adapter_registry.catalog import Catalog
 from coserve.serve.answering.fair import FairQueue
@@ -31,6 +33,7 @@ class State:
     link: "EngineLink"
     text: "Text"
     job_controller: "JobController"
+    sampling: Mapping[str, SamplingParams] = field(default_factory=dict)  # defaults of bases, by name
     supervisor_silence: Callable[[], float] = lambda: 0.0  # seconds since the supervisor was heard
     metrics: Metrics = field(default_factory=Metrics)
     # Work that holds the interpreter: bodies that are parsed, and replies that are written.
@@ -39,7 +42,9 @@ class State:
     chats: Offload = field(default_factory=lambda: Offload(4, "chats"))  # short ones: a millisecond each
     # Checks of uploaded training data, each of which is in a process of its own.
     data: Offload = field(default_factory=lambda: Offload(8, "data"))
+    graders: Offload = field(default_factory=lambda: Offload(4, "graders"))  # but those of jobs
     checks: TenantTurns = field(default_factory=TenantTurns)  # of jobs, by the engine
+    evals_changed: asyncio.Event = field(default_factory=asyncio.Event)  # runs are there, or have ended
     logprobs: LogprobWriter = field(init=False)
     queue: FairQueue = field(init=False)
     catalog: Catalog = field(init=False)
@@ -50,6 +55,7 @@ class State:
         self.logprobs = LogprobWriter(self.text)
         self.queue = FairQueue(self.settings.max_queue, self.settings.max_queue_tenant)
         self.catalog = Catalog(self.settings.base_name, int(time()), self.store, self.settings.bases)
+        self.catalog.aliases = self.settings.model_aliases
         self.watch = TrainingWatch(self.metrics, self.queue, self.store)
 
 

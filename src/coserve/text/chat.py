@@ -2,8 +2,9 @@
 
 Templates with `{% generation %}` marks give the mask. For others, growing prefixes of the chat are rendered:
 the assistant's part is the text that its turn adds to the prefix with `add_generation_prompt`. Each rendered
-prefix must begin the next one; a template that rewrites earlier turns is refused. Templates are rendered in a
-sandbox (`rendering.py`), which bounds the time.
+prefix must begin the next one. With a template that rewrites earlier turns, as those that drop reasoning do,
+each turn is learned in a chat of its own that ends with it, as it is served (`encode_turns`). Templates are
+rendered in a sandbox (`rendering.py`), which bounds the time.
 
 Tools, and calls of them with their arguments as objects, are rendered by the template. One that leaves them
 out is refused, as is a tokenizer without a template.
@@ -17,7 +18,9 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Final
 
 from coserve.errors import DataError
@@ -104,7 +107,8 @@ def encode_chat(
 ) -> tuple[list[int], list[bool]]:
     """(tokens, whether each is to be learned) of a chat: the assistant's are, but for turns of weight 0.
 
-    Raises DataError where the template refuses the chat or leaves out its tools.
+    Raises DataError where the template refuses the chat or leaves out its tools, and TurnsRewritten where a
+    learned turn is another one in the chat up to it.
     """
     turns: Turns = _with_roles([turn_of(message) for message in messages], tokenizer)
     (turns, tools, _), control = _only_text((turns, tools, NO_VARIABLES), tokenizer, allow_special_tokens)
@@ -125,6 +129,27 @@ def encode_chat(
                 return tokens, mask
         text, spans = render_prefixes(tokenizer, turns, learned, tools)
         return _masked(text, spans, tokenizer, encode)
+
+
+def encode_turns(
+    messages: tuple[Message, ...],
+    tokenizer: Tokenizer,
+    allow_special_tokens: bool = False,
+    tools: Tools = (),
+) -> Iterator[tuple[list[int], list[bool]]]:
+    """As `encode_chat`, for each learned turn of the assistant's: the chat up to it, of which it alone is to
+    be learned. So every turn is rendered as it is served. Raises DataError also for a chat whose turns have
+    too much before them in all."""
+    ends = [end for end, one in enumerate(messages, 1) if one.role == "assistant" and one.weight > 0]
+    lengths = [*accumulate(len(one.content) + len(one.reasoning or "") for one in messages)]
+    if (length := sum(lengths[end - 1] for end in ends)) > _MOST_AGAIN:
+        raise DataError(
+            f"the chat template renders earlier turns differently, so that {len(ends)} turns are learned one "
+            f"by one, with {length} characters in all: split this chat"
+        )
+    for end in ends:
+        before = tuple(replace(one, weight=0) for one in messages[: end - 1])
+        yield encode_chat((*before, messages[end - 1]), tokenizer, allow_special_tokens, tools)
 
 
 def _with_roles(turns: Turns, tokenizer: Tokenizer) -> Turns:
@@ -210,7 +235,7 @@ def _shown(control: ControlTokens | None) -> Iterator[None]:
     except DataError as error:
         if control is None:
             raise
-        raise DataError(control.show(str(error))) from error
+        raise type(error)(control.show(str(error))) from error
 
 
 def _encode_marked(

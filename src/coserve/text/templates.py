@@ -19,7 +19,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from coserve.errors import DataError
+from coserve.errors import DataError, TurnsRewritten
 
 Turns = list[dict[str, Any]]
 Rendered = tuple[str, list[tuple[int, int]]]
@@ -86,7 +86,7 @@ class _Chat:
                 continue
             asked, answered = self.text(turns[:i], True), self.text(turns[: i + 1], False)
             if not (text.startswith(answered) and answered.startswith(asked)):
-                raise DataError(
+                raise TurnsRewritten(
                     f"the chat template renders message {i + 1} differently once more of the chat follows, "
                     "so the assistant's tokens cannot be told apart; mark them with {% generation %} in the "
                     "template"

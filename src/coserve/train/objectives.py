@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Literal, get_args
 
 from coserve.core.ranges import check_choice, check_range, shown
 from coserve.errors import ConfigError
+from coserve.train.grading.asking import LabelModelGrader, ScoreModelGrader
 from coserve.train.grading.graders import GRADERS, Grader, grader_from
 from coserve.train.grading.http import HttpGrader
 from coserve.train.grading.multi import MultiGrader
@@ -126,7 +127,7 @@ class Reinforcement:
 
     The loss is PPO's, whose ratio to the policy that sampled is held between 1 - clip and 1 + clip_high,
     where `clip_high` is `clip` if it is not given; with `clip` None it is the policy gradient corrected by
-    that ratio. There is no KL term.
+    that ratio. There is no KL term. Answers match the `grammar`, if there is one.
     """
 
     name: ClassVar[str] = "reinforcement"
@@ -140,6 +141,7 @@ class Reinforcement:
     clip_high: float | None = None
     loss_type: PolicyLoss = "dapo"
     scale_rewards: ScaleRewards = "group"
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         check_choice(f"{self.name}.loss_type", self.loss_type, get_args(PolicyLoss))
@@ -171,7 +173,10 @@ Objective = Supervised | Distillation | DPO | ORPO | KTO | Reinforcement
 SUPERVISED: Final = Supervised()
 ALL_GRADERS: Final[Mapping[str, Callable[..., Grader]]] = {
     **GRADERS,
-    **{kind.type: kind for kind in (TextSimilarityGrader, HttpGrader, MultiGrader)},
+    **{
+        kind.type: kind
+        for kind in (TextSimilarityGrader, ScoreModelGrader, LabelModelGrader, HttpGrader, MultiGrader)
+    },
 }
 OBJECTIVES: Final[Mapping[str, type[Objective]]] = {
     kind.name: kind for kind in (Supervised, Distillation, DPO, ORPO, KTO, Reinforcement)

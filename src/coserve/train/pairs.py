@@ -1,9 +1,9 @@
 """Pairs of answers for preference training: token ids with the label of every row."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from coserve.errors import DataError
+from coserve.errors import DataError, TurnsRewritten
 from coserve.jobs.datasets import place_of
 from coserve.jobs.formats import PreferenceRecord
 from coserve.jobs.messages import Message, Tools
@@ -64,18 +64,28 @@ def encode_answers(
 ) -> list[Example]:
     """The prompt with each of the answers to it, with labels for what the assistant says in the answer."""
     before = len(encode_prompt(prompt, tokenizer, allow_special_tokens, tools))
-    return [_answer((*prompt, *answer), before, tokenizer, allow_special_tokens, tools) for answer in answers]
+    return [
+        _answer((*prompt, *answer), len(prompt), before, tokenizer, allow_special_tokens, tools)
+        for answer in answers
+    ]
 
 
 def _answer(
     messages: tuple[Message, ...],
+    prompt: int,
     before: int,
     tokenizer: Tokenizer,
     allow_special_tokens: bool,
     tools: Tools,
 ) -> Example:
-    """A chat whose first `before` tokens are the prompt's, with labels for what the assistant says after."""
-    tokens, wanted = encode_chat(messages, tokenizer, allow_special_tokens, tools)
+    """A chat whose first `prompt` messages and `before` tokens are the prompt's, with labels for what the
+    assistant says after."""
+    try:
+        tokens, wanted = encode_chat(messages, tokenizer, allow_special_tokens, tools)
+    except TurnsRewritten:  # of the prompt: those of the answer are served one after the other
+        first = next(n for n, one in enumerate(messages) if n >= prompt and one.role == "assistant")
+        silent = tuple(replace(one, weight=0) for one in messages[:first])
+        tokens, wanted = encode_chat((*silent, *messages[first:]), tokenizer, allow_special_tokens, tools)
     labels = [
         token if learned and row >= before else IGNORED
         for row, (token, learned) in enumerate(zip(tokens, wanted, strict=True))

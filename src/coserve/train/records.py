@@ -1,13 +1,14 @@
 """Records of supervised training: token ids with the label of every row."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from coserve.errors import DataError
+from coserve.errors import DataError, TurnsRewritten
 from coserve.jobs.datasets import place_of
 from coserve.jobs.formats import ChatRecord, CompletionRecord, SupervisedRecord, TextRecord
-from coserve.text.chat import encode_chat
+from coserve.text.chat import encode_chat, encode_turns
 from coserve.text.control import text_encoding, text_ids
 from coserve.text.tokenizer import Tokenizer, first_tokens, last_tokens
 from coserve.train.example import IGNORED, Example, LossOn, Prepared, digest
@@ -34,7 +35,8 @@ def prepare(
     """Tokenizes all records, and applies the limit; plain texts beyond it are cut into pieces. DataError
     names the place of a record.
 
-    Text that spells a control token stays text, unless `allow_special_tokens`.
+    Text that spells a control token stays text, unless `allow_special_tokens`. With a template that renders
+    earlier turns of a chat differently, each of its turns that is learned is an example.
     """
     cutter = Cutter(limit)
 
@@ -42,7 +44,14 @@ def prepare(
         has_begun = False  # a text of several records
         for number, record in enumerate(records, 1):
             try:
-                tokens, wanted = _encode(record, tokenizer, loss_on, allow_special_tokens)
+                try:
+                    tokens, wanted = _encode(record, tokenizer, loss_on, allow_special_tokens)
+                except TurnsRewritten:
+                    assert isinstance(record, ChatRecord), "only chats have turns"
+                    each = encode_turns(record.messages, tokenizer, allow_special_tokens, record.tools)
+                    for example in [_shifted(*turn) for turn in each]:
+                        yield from cutter.take((example,), place_of(records, number))
+                    continue
                 goes_on = isinstance(record, TextRecord) and record.goes_on
                 if isinstance(record, TextRecord) and (has_begun or goes_on or _is_cut(tokens, limit)):
                     pieces = _pieces(record, tokenizer, limit.most or len(tokens), allow_special_tokens)
@@ -103,7 +112,13 @@ def _encode(
 ) -> tuple[list[int], list[bool]]:
     """(tokens, whether each is a target)."""
     if isinstance(record, ChatRecord):
-        tokens, wanted = encode_chat(record.messages, tokenizer, allow_special_tokens, record.tools)
+        try:
+            tokens, wanted = encode_chat(record.messages, tokenizer, allow_special_tokens, record.tools)
+        except TurnsRewritten:
+            if loss_on != "all":
+                raise
+            silent = tuple(replace(one, weight=0) for one in record.messages)
+            tokens, wanted = encode_chat(silent, tokenizer, allow_special_tokens, record.tools)
         return tokens, [True] * len(tokens) if loss_on == "all" else wanted
     encode = partial(text_ids, tokenizer, allow_special_tokens=allow_special_tokens)
     first, last = first_tokens(tokenizer), last_tokens(tokenizer)

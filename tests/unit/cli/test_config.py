@@ -304,6 +304,7 @@ def keys_of(kind: type, prefix: str) -> set[str]:
             "adapter_bases",
             "chains",
             "stitched",
+            "model_aliases",
             "policy_options",
         ):  # whose keys are the user's and the policy's
             found.add(key)

@@ -1,5 +1,6 @@
 """Reinforcement jobs: answers are sampled while others train, rewards rise, nothing is lost or repeated."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
@@ -8,10 +9,12 @@ from typing import Any
 import pytest
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve import tiny as embedded_model
 from coserve.core.plan import BasePlan
 from coserve.errors import JobError
-from coserve.train.grading.graders import PythonGrader
-from coserve.train.objectives import Reinforcement, ScaleRewards
+from coserve.train.grading.graders import PythonGrader, grader_from
+from coserve.train.grading.multi import MultiGrader
+from coserve.train.objectives import ALL_GRADERS, Reinforcement, ScaleRewards
 from coserve.train.prompts import TokenPrompt
 from coserve.train.reinforced import AnswerGroup, ReinforcedSteps, SampledAnswer, advantages_of
 from coserve.train.state import TrainingState
@@ -100,6 +103,68 @@ def test_rollouts_leave_room_for_requests() -> None:
         assert len(own) <= 2
     assert not job.history
     job.cancel()
+    engine.run()
+    assert not engine.completions and engine.stats().free_pages == engine.config.pages
+
+
+def embedded() -> Engine:
+    """The embedded model, whose tokenizer has grammars."""
+    return Engine(embedded_model.path(), EngineConfig(calibrate=False, cache_tokens=2048, page_size=8))
+
+
+def judged(**more: Any) -> MultiGrader:
+    """Half a model's score, and a tenth of the length of its answer."""
+    chat = [{"role": "user", "content": "{{sample.output_text}} {{item.first}}"}]
+    model = {"type": "score_model", "model": "base", "input": chat, "range": [0, 9], **more}
+    made = grader_from(
+        {
+            "type": "multi",
+            "graders": {"score": model, "any": {"type": "regex", "pattern": ".*"}},
+            "calculate_output": "0.5 * score + 0.25 * any",
+        },
+        ALL_GRADERS,
+    )
+    assert isinstance(made, MultiGrader)
+    return made
+
+
+def test_a_grader_that_asks_a_model_is_answered_by_the_base() -> None:
+    engine, asked, graded = embedded(), list[Any](), dict[str, float]()
+    generate = engine.rollouts._generate
+
+    def watched(*given: Any, **more: Any) -> Any:
+        completion = generate(*given, **more)
+        if completion.sequence.request.adapter is None:
+            asked.append(completion)
+        return completion
+
+    engine.rollouts._generate = watched  # type: ignore[assignment]
+    training = TrainingConfig(batch_size=2, epochs=1)
+    objective = Reinforcement(judged(), group_size=3, max_tokens=4)
+    job = engine.finetune(PROMPTS, "mine", LORA, training, objective=objective).result()
+    assert len(job.history) == 4 and len(asked) == 8 * 3 and not engine.completions
+    for completion in asked:
+        sampling, prompt = completion.sequence.request.sampling, completion.sequence.request.prompt
+        assert sampling.temperature == 0.0 and sampling.max_tokens == 128
+        alone = engine.generate(prompt, None, sampling).result()
+        score = json.loads(alone.text)["result"]
+        assert 0 <= score <= 9 and completion.text == alone.text
+        graded[completion.text] = score
+    rewards = [0.5 * graded[one.text] + 0.25 for one in asked]
+    found = fmean(updated.metrics["reward"] for updated in job.history)
+    assert found == pytest.approx(fmean(rewards), abs=1e-9)
+
+
+def test_a_reply_that_is_cut_off_fails_the_job_alone() -> None:
+    engine = embedded()
+    objective = Reinforcement(
+        judged(sampling_params={"max_completions_tokens": 3}), group_size=2, max_tokens=2
+    )
+    job = engine.finetune(PROMPTS, "mine", LORA, TrainingConfig(), objective=objective)
+    other = engine.generate([1, 2, 3], sampling=SamplingParams(max_tokens=40))
+    with pytest.raises(JobError, match="score: the grader 'score_model' cannot read the model's reply"):
+        job.result()
+    assert len(other.result().tokens) > 0
     engine.run()
     assert not engine.completions and engine.stats().free_pages == engine.config.pages
 

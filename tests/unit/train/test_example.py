@@ -11,8 +11,10 @@ from coserve.errors import ConfigError, DataError
 from coserve.jobs.formats import ChatRecord, CompletionRecord, TextRecord
 from coserve.jobs.messages import Message
 from coserve.jobs.packing import pack
+from coserve.text import chat
 from coserve.text.chat import plain_chat
 from coserve.train.example import IGNORED, Example, epochs, steps_per_epoch
+from coserve.train.pairs import encode_answers
 from coserve.train.records import prepare, tokenize
 
 HEADER = "{% for m in messages %}<|{{ m.role }}|>"
@@ -25,6 +27,10 @@ UNMARKED = HEADER + "{{ m.content }}</s>\n{% endfor %}{% if add_generation_promp
 SHRINKING = (
     HEADER + "{% if loop.last %}(think) {% endif %}{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+DROPPING = (  # reasoning of all but the last turn, as Qwen3's
+    HEADER + "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 STRICT = (
     "{% if messages[0].role != 'user' %}{{ raise_exception('chats begin with the user') }}{% endif %}"
@@ -89,8 +95,8 @@ def test_a_last_character_of_several_tokens_is_learned_as_a_whole() -> None:
 def test_offsets_without_their_spaces_lose_no_answer() -> None:
     tokenizer = tokenizer_with(MARKED.replace("{% generation %}", "{% generation %} "))
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    chat = ChatRecord((Message("user", "a"), Message("assistant", " hello")))
-    assert learned(tokenize(chat, tokenizer), tokenizer) == ["  hello</s>"]
+    record = ChatRecord((Message("user", "a"), Message("assistant", " hello")))
+    assert learned(tokenize(record, tokenizer), tokenizer) == ["  hello</s>"]
 
 
 def test_loss_on_all_learns_everything_but_the_first_token() -> None:
@@ -104,6 +110,49 @@ def test_loss_on_all_learns_everything_but_the_first_token() -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     with pytest.raises(DataError, match=r"^example 2: the chat template renders message 3 .*generation"):
         prepare([TextRecord("fine"), CHAT], tokenizer_with(SHRINKING))
+
+
+def reasoned(weight: int = 1) -> tuple[Message, ...]:
+    first, last = (
+        Message("assistant", "Hallo", weight, reasoning="r1"),
+        Message("assistant", "ok", reasoning="r2"),
+    )
+    return Message("user", "Grüße?"), first, Message("user", "Ende"), last
+
+
+def as_turns(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
+    return [
+        {"role": one.role, "content": one.content, "reasoning_content": one.reasoning} for one in messages
+    ]
+
+
+def test_turns_that_a_template_rewrites_are_learned_one_by_one_as_they_are_served() -> None:
+    tokenizer, messages = tokenizer_with(DROPPING), reasoned()
+    prepared = prepare([TextRecord("fine"), ChatRecord(messages), TextRecord("too")], tokenizer)
+    _, first, last, _ = prepared.examples
+    for example, end, said in (
+        (first, 2, "<think>r1</think>Hallo</s>"),
+        (last, 4, "<think>r2</think>ok</s>"),
+    ):
+        turns = as_turns(messages[:end])
+        asked = tokenizer.apply_chat_template(turns[:-1], add_generation_prompt=True)["input_ids"]
+        assert list(example.tokens) == tokenizer.apply_chat_template(turns)["input_ids"]
+        assert list(example.tokens[: len(asked)]) == asked and learned(example, tokenizer) == [said]
+    (only,) = prepare([ChatRecord(reasoned(weight=0))], tokenizer).examples
+    assert only == last
+    (whole,) = prepare([ChatRecord(messages)], tokenizer, loss_on="all").examples
+    assert list(whole.tokens) == tokenizer.apply_chat_template(as_turns(messages))["input_ids"]
+    assert whole.label_count == len(whole) - 1
+    chosen, rejected = encode_answers(
+        messages[:-1], (messages[-1:], (Message("assistant", "no"),)), tokenizer, False, ()
+    )
+    assert chosen == last and learned(rejected, tokenizer) == ["no</s>"]
+
+
+def test_a_chat_whose_turns_have_too_much_before_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_MOST_AGAIN", 100)
+    with pytest.raises(DataError, match=r"^example 1: .* 40 turns are learned one by one.* split this chat"):
+        prepare([ChatRecord(reasoned() * 20)], tokenizer_with(DROPPING))
 
 
 def test_what_a_template_objects_to_is_passed_on() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +64,7 @@ class Catalog:
         others = {name: Model(name, created, name, name) for name in further}
         self.bases: dict[str, Model] = {base: self.base, **others}
         self.chains: dict[str, tuple[ApproximateModel, ...]] = {}  # by the adapter's key, or the base's name
+        self.aliases: Mapping[str, str] = {}  # of bases, by names or beginnings of names that end in *
         self._store = store
         self._users: Counter[str] = Counter()
         self._leaving: dict[str, asyncio.Event] = {}  # by key; set when no request uses the adapter
@@ -78,9 +79,18 @@ class Catalog:
         adapter = await self._named(tenant, name)
         if adapter is None and any(name == each.name for own in self.chains.values() for each in own):
             raise _approximate_model(name)
+        if adapter is None and (alias := self.alias_of(name)) is not None:
+            return await self.find(tenant, alias)
         if adapter is None or adapter.id in self._leaving:
             raise unknown_model(name)
         return self._model(adapter)
+
+    def alias_of(self, name: str) -> str | None:
+        """The base that the settings have stand in for a model of this name; None for no such name."""
+        if (exact := self.aliases.get(name)) is not None:
+            return exact
+        longest = [each for each in self.aliases if each.endswith("*") and name.startswith(each[:-1])]
+        return self.aliases[max(longest, key=len)] if longest and name not in self.bases else None
 
     def checkpoint(self, row: TinkerCheckpoint) -> Model:
         """A checkpoint of a `tinker` client as a model."""
@@ -96,6 +106,9 @@ class Catalog:
         if not name.startswith(SCHEME):
             for base in self.bases:
                 if (found := await self._store.adapters.find(tenant.id, name, base)) is not None:
+                    return found
+            for base in self.bases:
+                if (found := await self._store.permissions.permitted(tenant.id, name, base)) is not None:
                     return found
             return None
         checkpoint = await self._store.tinker_checkpoints.find(tenant.id, name, time())

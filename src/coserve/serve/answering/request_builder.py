@@ -26,6 +26,7 @@ from coserve.serve.errors import ApiError
 from coserve.serve.offload import Offload
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
+from coserve.text.generation import OURS
 from coserve.text.infill import infill
 from coserve.text.markup import PLAIN, Markup
 from coserve.wire.messages import Hello
@@ -81,6 +82,11 @@ class RequestBuilder:
         most, own = most_choices or state.settings.max_n, hello.of(found.base_id)
         served = kind, tier, salt or "", bool(adaptive), bool(by_token)
         return cls(state, tenant, found, own, arrived, most, *served, stated, truncation)
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """Sampling of requests for this model that say nothing."""
+        return self.state.sampling.get(self.model.base, OURS)
 
     async def chat(self, chat: Chat, sampling: SamplingParams, size: RequestSize) -> Call:
         """Builds the call of a chat. `sampling` has stop strings, and `size` counts answers and their

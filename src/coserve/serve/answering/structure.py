@@ -24,6 +24,11 @@ class Structure:
     value: Any
     param: str = "response_format"
 
+    @classmethod
+    def of_schema(cls, schema: Any, param: str = "response_format") -> "Structure | None":
+        """JSON of a schema; None without one."""
+        return None if schema is None else cls("json", schema, param)
+
     def expression(self, lark: Lark) -> str:
         """An expression of a grammar for it, which stands for itself alone in a rule. Raises ApiError for a
         grammar, which is no part of another."""

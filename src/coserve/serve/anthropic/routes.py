@@ -39,7 +39,7 @@ async def create_message(body: MessagesRequest, request: Request, caller: Caller
     builder = await RequestBuilder.of(state, caller, body.model, "msg_")
     size = RequestSize(max_tokens=body.max_tokens)
     chat = await state.bodies.run(caller.id, chat_of, body)
-    call = await builder.chat(chat, sampling_of(body), size)
+    call = await builder.chat(chat, sampling_of(body, builder.defaults), size)
     return await reply(request, state, call, MessageFormat(call, bool(body.stream)))
 
 

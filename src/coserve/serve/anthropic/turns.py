@@ -21,6 +21,7 @@ from coserve.serve.anthropic.schema import (
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.common import JsonObject
 from coserve.text.chat import turn_of
+from coserve.text.generation import OURS
 from coserve.text.tools.tool import Tool
 
 _BETWEEN: Final = "\n"  # blocks of a turn, and messages that are one turn
@@ -119,11 +120,13 @@ def _text(content: TextContent) -> str:
     return content if isinstance(content, str) else _BETWEEN.join(block.text for block in content)
 
 
-def sampling_of(body: MessagesRequest) -> SamplingParams:
-    """Sampling parameters of a body, but for `max_tokens`."""
+def sampling_of(body: MessagesRequest, defaults: SamplingParams = OURS) -> SamplingParams:
+    """Sampling parameters of a body, but for `max_tokens`; `defaults` are those of what it leaves out."""
     return SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=body.top_k or 0,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_k=defaults.top_k if body.top_k is None else body.top_k,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
         stop=tuple(body.stop_sequences or ()),
     )

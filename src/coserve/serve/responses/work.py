@@ -162,7 +162,7 @@ def _with_tools(chat: Chat, body: ToolsBody, ignores: bool, markups: Markups) ->
         callable=[tool.tool for tool in tools if not chosen or tool.name in chosen],
         forced=body.is_forced,
         parallel=body.parallel_tool_calls is not False,
-        structure=None if schema is None else Structure("json", schema, "text.format"),
+        structure=Structure.of_schema(schema, "text.format"),
         variables=_variables(body, markups),
     )
 

@@ -48,7 +48,11 @@ async def create_chat_completion(
     call = await builder.chat(
         chat,
         sampling_of(
-            body, state.text, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs
+            body,
+            state.text,
+            (body.top_logprobs or 0) if body.logprobs else None,
+            body.prompt_logprobs,
+            builder.defaults,
         ),
         RequestSize(
             choices=body.n or 1,

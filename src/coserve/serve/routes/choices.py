@@ -19,6 +19,7 @@ from coserve.serve.schema.common import MOST_TOKEN_ID, FinishName, Generation, J
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
 from coserve.text import Text
+from coserve.text.generation import OURS
 from coserve.wire.messages import Hello
 
 
@@ -39,19 +40,23 @@ async def builder_for(state: State, tenant: Tenant, body: Generation, kind: str)
 
 
 def sampling_of(
-    body: Generation, text: Text, logprobs: int | None = None, prompt_logprobs: int | None = None
+    body: Generation,
+    text: Text,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    defaults: SamplingParams = OURS,
 ) -> SamplingParams:
-    """Sampling parameters of a body, but for `max_tokens`. Raises ApiError for a word that cannot be
-    banned."""
+    """Sampling parameters of a body, but for `max_tokens`; `defaults` are those of what it leaves out. Raises
+    ApiError for a word that cannot be banned."""
     biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
     return SamplingParams(
         max_tokens=MOST_TOKEN_ID,  # `min_tokens` may be any number below the answer's, which is not known yet
         min_tokens=body.min_tokens or 0,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(body.top_k or 0, 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_k=defaults.top_k if body.top_k is None else max(body.top_k, 0),
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=body.repetition_penalty or defaults.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=biases | {token: -math.inf for token in _banned(body.bad_words or (), text)},

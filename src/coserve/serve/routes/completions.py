@@ -52,7 +52,13 @@ async def create_completion(
         prompts = [await builder.infilled(prompt, body.suffix) for prompt in prompts]
     call = await builder.completion(
         prompts,
-        sampling_of(body, state.text, 0 if made > told and body.logprobs is None else body.logprobs, scores),
+        sampling_of(
+            body,
+            state.text,
+            0 if made > told and body.logprobs is None else body.logprobs,
+            scores,
+            builder.defaults,
+        ),
         RequestSize(
             choices=made,
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,

@@ -15,6 +15,7 @@ from coserve.jobs.containers import suffix_of
 from coserve.jobs.limits import limits_of
 from coserve.sandbox.pool import Cancellation
 from coserve.serve.errors import ApiError, error_responses, not_found
+from coserve.serve.evals.entries import read_entries
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.idempotency import KEYED
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
@@ -141,7 +142,8 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
         message = "Missing required parameter: 'purpose'."
         raise ApiError(400, message, param="purpose", code="missing_required_parameter")
     if purpose not in UPLOADED:
-        message = f"Invalid value for 'purpose': '{purpose}'; files are uploaded for 'fine-tune' and 'batch'."
+        known = " and ".join(f"'{name}'" for name in UPLOADED)
+        message = f"Invalid value for 'purpose': '{purpose}'; files are uploaded for {known}."
         raise ApiError(400, message, param="purpose", code="invalid_value")
     now = int(time.time())
     expires = _expires(upload, now)
@@ -160,6 +162,8 @@ def described_file(tenant: Tenant, name: str, purpose: str, size: int, expires: 
 
 async def surveyed(request: Request, state: State, tenant: Tenant, path: Path, file: File) -> File:
     """A file at `path` with what is told of its contents. Raises ApiError 400 for bad training data."""
+    if file.purpose == "evals":
+        return replace(file, examples=await _check_evals(state, tenant, path))
     if file.purpose != "fine-tune":
         return file
     examples, ignored = await _survey(request, state, tenant, path, file.filename)
@@ -199,6 +203,14 @@ async def _survey(
         return await unless_gone(request.receive, work)
     except ClientGone as error:
         raise ApiError(400, "The client left before its file was read.") from error
+    except DataError as error:
+        raise ApiError(400, str(error), param="file", code="invalid_file") from error
+
+
+async def _check_evals(state: State, tenant: Tenant, path: Path) -> int:
+    """The number of records of a file for evals. Raises ApiError 400, naming the first invalid line."""
+    try:
+        return len(await state.data.run(tenant.id, read_entries, path))
     except DataError as error:
         raise ApiError(400, str(error), param="file", code="invalid_file") from error
 

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from coserve.errors import (
     error_named,
 )
 from coserve.serve.adapter_registry.catalog import Model
+from coserve.serve.answering.structure import Structure
 from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
@@ -40,9 +42,16 @@ from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Tenant
 from coserve.serve.training.origins import origins_of
-from coserve.serve.training.recipe import checkpoint_interval, method_used, recipe_of, spec_of
+from coserve.serve.training.recipe import (
+    checkpoint_interval,
+    method_used,
+    of_engine,
+    recipe_of,
+    spec_of,
+)
 from coserve.serve.training.told import told_preview
-from coserve.train.objectives import objective_of
+from coserve.train.grading.asking import models_asked
+from coserve.train.objectives import Reinforcement, objective_of
 from coserve.wire.messages import JobPreview, MethodFields, PreviewJob
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/fine_tuning", tags=["Fine-tuning"])
@@ -66,6 +75,8 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         async with state.checks.of(caller.id):
             await _check_job(state, job)
         job = await state.job_controller.submit(job)
+    for text, level in _notes(state, body, model):
+        await state.store.jobs.note(job.id, text, level)
     return _shown(state, job)
 
 
@@ -106,7 +117,7 @@ async def _asked(
     recipe = recipe_of(body, training.examples or 1, width, seed, continues=model.adapter is not None)
     teacher = None
     if (objective := recipe.options.get("objective")) is not None:
-        await _check_objective(state, caller, objective)
+        await _check_objective(state, caller, objective, model)
         teacher = await _teacher(state, caller, objective, model)
         if teacher is not None and teacher.key is not None:
             recipe.options["teacher"] = teacher.key
@@ -117,16 +128,14 @@ async def _asked(
         id=id,
         tenant=caller.id,
         status=JobStatus.QUEUED,
-        model=body.model,
+        model=model.name if state.catalog.alias_of(body.model) else body.model,
         name=_name_of(model, caller, body.suffix, id),
         base=model.base,
         created=int(time.time()),
         training_file=training.id,
         validation_file=body.validation_file,
         seed=seed,
-        every=checkpoint_interval(
-            recipe, body.optimizer, training.examples or 1, state.settings.checkpoint_steps
-        ),
+        every=checkpoint_interval(recipe, training.examples or 1, state.settings.checkpoint_steps),
         hyperparameters=recipe.hyperparameters,
         options=recipe.options,
         peft=body.peft,
@@ -134,6 +143,7 @@ async def _asked(
         suffix=body.suffix,
         labels=body.metadata,
         start_from=model.key,
+        integrations=[one.model_dump() for one in body.integrations or ()] or None,
     )
     return job, training, model, teacher
 
@@ -151,12 +161,50 @@ async def _check_job(state: State, job: JobRecord) -> None:
         raise _refusal(error) from error
 
 
-async def _check_objective(state: State, caller: Tenant, objective: dict[str, Any]) -> None:
-    """Raises ApiError 400 for settings of a training method that cannot be used, such as a grader's."""
+async def _check_objective(state: State, caller: Tenant, objective: dict[str, Any], pupil: Model) -> None:
+    """Checks the settings of a training method, and adds the grammar of its response format. Raises ApiError
+    400 for those that cannot be used, such as a grader's, and 404 for the name of an unknown model."""
+    if (wanted := objective.get("response_format")) is not None:
+        schema = wanted["json_schema"].get("schema", {})
+        form, lark = Structure("json", schema), state.text.markups.lark()
+        objective["grammar"] = await state.prompts.run(caller.id, form.grammar, lark)
+    hosts = state.settings.engine.grader_hosts
     try:
-        await state.prompts.run(caller.id, objective_of, objective, state.settings.engine.grader_hosts)
+        aim = await state.prompts.run(caller.id, objective_of, of_engine(objective), hosts)
     except ConfigError as error:
         raise ApiError(400, str(error), param="method", code="invalid_value") from error
+    for name in sorted(models_asked(aim.grader) if isinstance(aim, Reinforcement) else ()):
+        found = await state.catalog.find(caller, name)
+        if found.key is not None or found.base != pupil.base:
+            message = (
+                f"In a job the base grades answers ('{pupil.base}'), and '{name}' is another model; "
+                "graders/run and evals ask any of yours."
+            )
+            raise ApiError(400, message, param="method.reinforcement.grader.model", code="invalid_value")
+
+
+def _notes(state: State, body: JobRequest, model: Model) -> Iterator[tuple[str, str]]:
+    """Events, with their level, that tell of a job what is done otherwise than its body says."""
+    if state.catalog.alias_of(body.model):
+        yield f"The model '{body.model}' stands for '{model.name}' on this server", "info"
+    if body.integrations and "wandb" in state.settings.report_to:
+        project = state.settings.report_project
+        yield (
+            f"The operator reports jobs to wandb, in the project '{project}'; integrations change nothing",
+            "info",
+        )
+    elif body.integrations:
+        yield "This server reports to no wandb: the job trains without its integrations", "warn"
+    settings = body.method.settings if body.method else None
+    hyperparameters = settings.hyperparameters if settings else None
+    if (samples := getattr(hyperparameters, "eval_samples", "auto")) not in ("auto", 1):
+        yield (
+            f"{samples} eval_samples are not used: validations have one greedy answer to each prompt",
+            "warn",
+        )
+    effort = getattr(hyperparameters, "reasoning_effort", "default")
+    if effort != "default":
+        yield f"The reasoning_effort '{effort}' is not used: prompts are rendered without one", "warn"
 
 
 async def _teacher(state: State, caller: Tenant, objective: dict[str, Any], pupil: Model) -> Model | None:
@@ -359,6 +407,7 @@ def _shown(state: State, job: JobRecord) -> JobObject:
             "error": job.error,
             "metadata": job.labels,
             "user_provided_suffix": job.suffix,
+            "integrations": job.integrations or [],
             "peft": job.peft,
             "optimizer": job.optimizer,
         }

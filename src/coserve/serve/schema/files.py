@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 
 LEAST_LIFE: Final = 3600  # seconds after which a file may expire
 LONGEST_LIFE: Final = 2_592_000
-Purpose = Literal["fine-tune", "fine-tune-results", "batch", "batch_output"]
+Purpose = Literal["fine-tune", "evals", "fine-tune-results", "batch", "batch_output"]
 
 
 class FileObject(BaseModel):
@@ -54,7 +54,7 @@ UPLOAD: dict[str, Any] = {
                     "required": ["file", "purpose"],
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": ["fine-tune", "batch"]},
+                        "purpose": {"type": "string", "enum": ["fine-tune", "batch", "evals"]},
                         "expires_after": {
                             "type": "object",
                             "required": ["anchor", "seconds"],

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.cost import LONGEST_NAME
+from coserve.serve.schema.chat import JsonSchemaFormat
 from coserve.serve.schema.common import Metadata, MostBytes, RequestBody
 from coserve.train.lengths import TooLong
 from coserve.train.objectives import MOST_TOP_K, NllOn, PolicyLoss, ScaleRewards
@@ -125,7 +126,21 @@ class DistillationMethod(Named):
 
 
 class ReinforcementHyperparameters(Hyperparameters):
-    """OpenAI's three, of which `batch_size` counts prompts, and those of GRPO, this server's own."""
+    """OpenAI's, of which `batch_size` counts prompts, and those of GRPO, this server's own."""
+
+    compute_multiplier: Auto | Annotated[float, Field(gt=0, le=16)] = Field(
+        default="auto", description="Of the answers to each prompt: `group_size` is 8 times as many."
+    )
+    eval_interval: Auto | Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        default="auto", description="Optimizer steps between validations, and checkpoints."
+    )
+    eval_samples: Auto | Annotated[int, Field(ge=1, le=10)] = Field(
+        default="auto",
+        description="Accepted, and not used: a validation has one greedy answer to each prompt.",
+    )
+    reasoning_effort: Literal["default", "low", "medium", "high"] = Field(
+        default="default", description="Accepted, and not used, as an event of the job says."
+    )
 
     group_size: Auto | Annotated[int, Field(ge=2, le=128)] = Field(
         default="auto", description="Answers to each prompt; auto is 8."
@@ -178,9 +193,12 @@ Methods = Annotated[
 
 class ReinforcementMethod(Named):
     grader: Settings = Field(
-        description="A `string_check` as OpenAI has it, or this server's `regex`, `json_schema` or `http`."
+        description="One of OpenAI's but `python`, or this server's `regex`, `json_schema` or `http`."
     )
     hyperparameters: ReinforcementHyperparameters | None = None
+    response_format: JsonSchemaFormat | None = Field(
+        default=None, description="A JSON schema that the sampled answers match."
+    )
 
 
 class FineTuneMethod(Named):
@@ -288,6 +306,20 @@ class OptimizerSettings(Named):
     )
 
 
+class WandbIntegration(RequestBody):
+    project: str = Field(min_length=1, max_length=LONGEST_NAME)
+    name: str | None = Field(default=None, max_length=LONGEST_NAME)
+    entity: str | None = Field(default=None, max_length=LONGEST_NAME)
+    tags: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=50)] | None = None
+
+
+class Integration(RequestBody):
+    """Accepted. The operator decides where jobs are reported, as an event of the job says."""
+
+    type: Literal["wandb"]
+    wandb: WandbIntegration
+
+
 class JobRequest(Named):
     """A fine-tuning job. `peft` and `optimizer` are this server's own."""
 
@@ -307,7 +339,7 @@ class JobRequest(Named):
     )
     method: FineTuneMethod | None = None
     metadata: Metadata | None = None
-    integrations: Annotated[list[None], Field(max_length=0, description="None is there.")] | None = None
+    integrations: Annotated[list[Integration], Field(max_length=5)] | None = None
     peft: Settings | Methods | None = Field(
         default=None,
         description="The adapter, in PEFT's words or in ours: `peft_type`, `r`, `target_modules` and so on; "
@@ -335,6 +367,7 @@ class HyperparametersUsed(BaseModel):
 class SettingsUsed(BaseModel):
     hyperparameters: dict[str, Any]
     grader: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
     teacher: str | None = None
 
 

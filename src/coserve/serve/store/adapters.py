@@ -57,7 +57,9 @@ class AdapterStore:
         """The tenant's adapter or checkpoint `name` of a base; own ones take precedence over shared ones."""
         wanted = {"tenant": tenant, "name": name, "base": base}
         return await self._database.read(
-            lambda session: session.scalar(_NAMED, wanted) or _checkpoint(session, _NAMED_CHECKPOINT, wanted)
+            lambda session: (
+                session.scalar(_NAMED, wanted) or checkpoint_named(session, _NAMED_CHECKPOINT, wanted)
+            )
         )
 
     async def get(self, id: str) -> Adapter | None:
@@ -65,7 +67,7 @@ class AdapterStore:
         adapter = select(Adapter).where(Adapter.id == id)
         checkpoint = _CHECKPOINTS.where(CheckpointRecord.id == id)
         return await self._database.read(
-            lambda session: session.scalar(adapter) or _checkpoint(session, checkpoint)
+            lambda session: session.scalar(adapter) or checkpoint_named(session, checkpoint)
         )
 
     async def add(self, adapter: Adapter) -> bool:
@@ -170,7 +172,7 @@ def _remove(session: Session, tenant: str, name: str) -> Adapter | None:
     return found
 
 
-def _checkpoint(
+def checkpoint_named(
     session: Session, query: Select[CheckpointRecord, JobRecord], wanted: Mapping[str, str] = {}
 ) -> Adapter | None:
     """The first checkpoint of a query, as an adapter outside of the session."""

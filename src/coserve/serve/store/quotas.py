@@ -12,7 +12,7 @@ from coserve.core.job_status import FINAL
 from coserve.errors import QuotaExceeded
 from coserve.serve.store.records import Adapter, File, JobRecord, TenantRows
 
-UPLOADED = ("fine-tune", "batch")  # purposes of uploads
+UPLOADED = ("fine-tune", "batch", "evals")  # purposes of uploads
 _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upload more."
 
 

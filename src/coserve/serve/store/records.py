@@ -181,6 +181,7 @@ class JobRecord(Record):
     truncated: Mapped[int | None] = mapped_column(default=None)
     skipped: Mapped[int | None] = mapped_column(default=None)
     dropped: Mapped[int | None] = mapped_column(default=None)
+    integrations: Mapped[list[JsonObject] | None] = mapped_column(_JSON, default=None)
 
 
 class Event(Record):
@@ -217,6 +218,74 @@ class CheckpointRecord(Record):
     created: Mapped[int]
     metrics: Mapped[JsonObject]
     bytes: Mapped[int] = mapped_column(default=0, server_default="0")
+
+
+class CheckpointPermission(Record):
+    """Says that the tenant `project` may use the tenant's checkpoint of this name."""
+
+    __tablename__ = "checkpoint_permissions"
+    __table_args__ = (
+        UniqueConstraint("tenant", "checkpoint", "project", name="one_permission_a_project"),
+        Index("permissions_of_project", "project", "checkpoint"),
+    )
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    checkpoint: Mapped[str]
+    project: Mapped[str]
+    created: Mapped[int]
+
+
+class EvalRecord(Record):
+    """An eval: the form of its data (`source`) and its graders (`criteria`), as they were asked for."""
+
+    __tablename__ = "evals"
+    __table_args__ = (Index("evals_of_tenant", "tenant", "number"),)
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str]
+    created: Mapped[int]
+    source: Mapped[JsonObject]
+    criteria: Mapped[list[JsonObject]] = mapped_column(_JSON)
+    labels: Mapped[dict[str, str] | None] = mapped_column("metadata", default=None)
+
+
+class EvalRunRecord(Record):
+    """A run of an eval over the data of `source`. `status` is queued, in_progress, completed, canceled or
+    failed (with an `error`); `tally` counts outcomes."""
+
+    __tablename__ = "eval_runs"
+    __table_args__ = (Index("runs_of_eval", "eval", "number"),)
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    eval: Mapped[str] = mapped_column(ForeignKey("evals.id"))
+    name: Mapped[str]
+    created: Mapped[int]
+    status: Mapped[str] = mapped_column(index=True)
+    source: Mapped[JsonObject]
+    tally: Mapped[JsonObject]
+    model: Mapped[str | None] = mapped_column(default=None)
+    labels: Mapped[dict[str, str] | None] = mapped_column("metadata", default=None)
+    error: Mapped[JsonObject | None] = mapped_column(default=None)
+
+
+class EvalItemRecord(Record):
+    """The outcome of a run for the item at a `place` of its data: the `sample` that was graded and the
+    `results` by criterion. `status` is pass, fail or error."""
+
+    __tablename__ = "eval_items"
+    __table_args__ = (
+        UniqueConstraint("run", "place", name="one_eval_item_a_place"),
+        Index("items_of_run", "run", "number"),
+    )
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    run: Mapped[str] = mapped_column(ForeignKey("eval_runs.id"))
+    place: Mapped[int]
+    created: Mapped[int]
+    status: Mapped[str]
+    item: Mapped[JsonObject]
+    results: Mapped[list[JsonObject]] = mapped_column(_JSON)
+    sample: Mapped[JsonObject | None] = mapped_column(default=None)
 
 
 class QuarantineRecord(Record):

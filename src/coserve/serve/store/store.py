@@ -24,9 +24,11 @@ from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.batches import BatchStore
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database
+from coserve.serve.store.evals import EvalStore
 from coserve.serve.store.files import MOST_EXPIRED, FileStore
 from coserve.serve.store.job_events import JobEventStore
 from coserve.serve.store.jobs import JobStore
+from coserve.serve.store.permissions import PermissionStore
 from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
 from coserve.serve.store.quotas import Quotas
@@ -67,6 +69,8 @@ class Store:
         self.batches = BatchStore(self._database, clock, quotas, self.creations)
         self.job_events = JobEventStore(self._database, clock, self.path_of)
         self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations)
+        self.evals = EvalStore(self._database, clock, quotas)
+        self.permissions = PermissionStore(self._database, clock, quotas)
         self.tinker_sessions = TinkerSessionStore(self._database, quotas)
         self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas)
         self.responses = ResponseStore(self._database, clock, quotas)

@@ -10,6 +10,7 @@ from coserve.serve.schema.jobs import (
     Hyperparameters,
     JobRequest,
     OptimizerSettings,
+    ReinforcementHyperparameters,
     ReinforcementMethod,
 )
 from coserve.serve.store.records import File, JobRecord
@@ -29,6 +30,9 @@ _LARGEST_BATCH: Final = 32
 _MOST_CHECKPOINTS: Final = 100  # of one job, whose weights stay on the disk
 # Of a job's options those that are not TrainingConfig's: the training method, and the id of who teaches.
 _OF_METHOD: Final = frozenset({"objective", "teacher"})
+# Of a reinforcement's hyperparameters those that the engine knows by other names, or not at all.
+_OPENAIS: Final = frozenset({"compute_multiplier", "eval_interval", "eval_samples", "reasoning_effort"})
+_GROUP: Final = 8  # answers to a prompt
 # Of the optimizer's fields those that are not TrainingConfig's.
 _OTHERS: Final = frozenset({
     "learning_rate", "gradient_accumulation_steps", "save_steps", "load_best_model_at_end",
@@ -40,10 +44,13 @@ _OTHERS: Final = frozenset({
 class Recipe:
     """A job's settings. `hyperparameters` are those that OpenAI's API shows. `options` go into
     TrainingConfig, except for the `objective` (type and settings of the training method; none of supervised
-    training) and the `teacher` (the id of the adapter that teaches)."""
+    training) and the `teacher` (the id of the adapter that teaches). `save_steps` are the optimizer steps
+    between checkpoints that were asked for, under the name `save_name`."""
 
     hyperparameters: dict[str, Any]
     options: dict[str, Any]
+    save_steps: int | None = None
+    save_name: str = "optimizer.save_steps"
 
 
 def recipe_of(request: JobRequest, examples: int, width: int, seed: int, continues: bool) -> Recipe:
@@ -78,26 +85,32 @@ def recipe_of(request: JobRequest, examples: int, width: int, seed: int, continu
     shown = {"n_epochs": epochs, "batch_size": batch, "learning_rate_multiplier": multiplier}
     if (objective := _objective(request)) is not None:
         options["objective"] = objective
-    return Recipe(shown, options)
+    if not isinstance(wanted, ReinforcementHyperparameters):
+        return Recipe(shown, options, optimizer.save_steps)
+    shown |= wanted.model_dump(include={*_OPENAIS}, exclude_unset=True)
+    if wanted.eval_interval == "auto":
+        return Recipe(shown, options, optimizer.save_steps)
+    if optimizer.save_steps is not None:
+        message = "Give either 'eval_interval' or optimizer.save_steps, not both."
+        raise ApiError(400, message, param="optimizer.save_steps", code="invalid_value")
+    return Recipe(shown, options, wanted.eval_interval, "eval_interval")
 
 
-def checkpoint_interval(
-    recipe: Recipe, optimizer: OptimizerSettings | None, examples: int, usual: int
-) -> int:
+def checkpoint_interval(recipe: Recipe, examples: int, usual: int) -> int:
     """Optimizer steps between two checkpoints of a job: `usual`, or as asked for. Raises ApiError 400 where
     that makes too many."""
-    asked = None if optimizer is None else optimizer.save_steps
-    if asked is None:
+    if (asked := recipe.save_steps) is None:
         return usual
     steps = -(-examples // recipe.options["batch_size"]) * recipe.options["epochs"]
     steps = min(steps, recipe.options["max_steps"] or steps)
     if asked < usual and steps > asked * _MOST_CHECKPOINTS:
         least = min(usual, -(-steps // _MOST_CHECKPOINTS))
+        name = recipe.save_name.rpartition(".")[2]
         message = (
-            f"'save_steps' of {asked} makes {-(-steps // asked)} checkpoints in {steps} steps, and a job may "
+            f"'{name}' of {asked} makes {-(-steps // asked)} checkpoints in {steps} steps, and a job may "
             f"have {_MOST_CHECKPOINTS}: give {least} or more."
         )
-        raise ApiError(400, message, param="optimizer.save_steps", code="invalid_value")
+        raise ApiError(400, message, param=recipe.save_name, code="invalid_value")
     return asked
 
 
@@ -138,7 +151,7 @@ async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
         data_name=None if data is None else data.filename,
         folder=str(store.job_folder(job.id) / "checkpoints"),
         options=options,
-        objective=objective,
+        objective=of_engine(objective),
         method=job.peft or {},
         start_from=await _folder_of(store, job.id, "start", job.start_from),
         teacher=await _folder_of(store, job.id, "teacher", job.options.get("teacher")),
@@ -220,21 +233,39 @@ def _objective(request: JobRequest) -> dict[str, Any] | None:
         return None
     objective: dict[str, Any] = {"type": method.type}
     if (settings := method.settings) is not None and settings.hyperparameters is not None:
-        common = set(Hyperparameters.model_fields)
+        common = {*Hyperparameters.model_fields, *_OPENAIS}
         own = settings.hyperparameters.model_dump(exclude=common, exclude_unset=True)  # null is a value
         objective |= {name: value for name, value in own.items() if value != "auto"}
     if isinstance(settings, ReinforcementMethod):
         objective["grader"] = settings.grader
+        if settings.response_format is not None:
+            objective["response_format"] = settings.response_format.model_dump(
+                by_alias=True, exclude_none=True
+            )
+        hyperparameters = settings.hyperparameters
+        if hyperparameters is not None and hyperparameters.compute_multiplier != "auto":
+            if "group_size" in objective:
+                message = "Give either 'compute_multiplier' or 'group_size', not both."
+                raise ApiError(400, message, param="method", code="invalid_value")
+            asked = round(_GROUP * hyperparameters.compute_multiplier)
+            objective["group_size"] = max(asked, 2)
     if isinstance(settings, DistillationMethod):
         objective["teacher"] = settings.teacher
     return objective
+
+
+def of_engine(objective: dict[str, Any]) -> dict[str, Any]:
+    """A training method's settings as the engine takes them: a response format is a grammar there."""
+    return {name: value for name, value in objective.items() if name != "response_format"}
 
 
 def method_used(job: JobRecord) -> dict[str, Any]:
     """A job's training method as the API shows it."""
     objective = {**job.options.get("objective", {})}
     name = objective.pop("type", "supervised")
-    beside = {field: objective.pop(field) for field in ("grader", "teacher") if field in objective}
+    objective.pop("grammar", None)
+    others = ("grader", "teacher", "response_format")
+    beside = {field: objective.pop(field) for field in others if field in objective}
     return {"type": name, name: {"hyperparameters": {**job.hyperparameters, **objective}, **beside}}
 
 

@@ -26,10 +26,6 @@ _REFUSED: Final[Mapping[str, str]] = {
     "python": "it would run a tenant's code in the engine's process: use the type http, or PythonGrader in "
     "the Python API",
     "endpoint": "its name here is http",
-    **dict.fromkeys(
-        ("score_model", "label_model"),
-        "no model grades answers here: use the type http with a service that asks one",
-    ),
 }
 _EXPONENTIAL: Final = frozenset({"unevaluatedProperties", "unevaluatedItems"})
 

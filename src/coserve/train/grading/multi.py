@@ -1,12 +1,13 @@
 """A grader of several: a formula over their rewards."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from keyword import iskeyword
 from typing import Any, ClassVar, Final
 
 from coserve.errors import ConfigError, CoserveError, DataError
+from coserve.train.grading.asking import AskingGrader, ModelQuestion
 from coserve.train.grading.formula import FUNCTIONS, Formula
 from coserve.train.grading.graders import MOST_NESTED, Grader, checked_reward
 
@@ -14,7 +15,7 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 @dataclass(frozen=True)
-class MultiGrader:
+class MultiGrader(AskingGrader):
     """The value of the formula `calculate_output` of the rewards of `graders`, by their names: OpenAI's
     `multi`. None of them is a `multi` itself."""
 
@@ -48,12 +49,28 @@ class MultiGrader:
             except DataError as error:
                 raise DataError(f"{name}: {error}") from error
 
-    def grade(self, answer: str, item: Mapping[str, Any]) -> float:
-        """See `Grader`."""
+    def questions(self, answer: str, item: Mapping[str, Any]) -> list[ModelQuestion]:
+        """See `AskingGrader`."""
+        asking = (one for one in self.graders.values() if isinstance(one, AskingGrader))
+        return [question for one in asking for question in one.questions(answer, item)]
+
+    def grade_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[str]) -> float:
+        """See `AskingGrader`."""
+        return self.combined(self.rewards_with(answer, item, replies))
+
+    def rewards_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[str]) -> dict[str, float]:
+        """The rewards of its graders, by name. Raises what `grade_with` does."""
         rewards = {}
-        for name, grader in self.graders.items():
+        for name, one in self.graders.items():
             try:
-                rewards[name] = grader.grade(answer, item)
+                if isinstance(one, AskingGrader):
+                    rewards[name] = one.grade_with(answer, item, replies)
+                else:
+                    rewards[name] = one.grade(answer, item)
             except CoserveError as error:
                 raise type(error)(f"{name}: {error}") from error
+        return rewards
+
+    def combined(self, rewards: Mapping[str, float]) -> float:
+        """The formula's value for these rewards. Raises JobError where it has none."""
         return checked_reward(self._formula.value(rewards), "the grader's calculate_output")

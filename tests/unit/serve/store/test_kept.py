@@ -17,6 +17,7 @@ from coserve.serve.store.migrations import (
     v0010_details,
     v0011_responses,
     v0012_batches,
+    v0013_openai,
 )
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import (
@@ -91,7 +92,7 @@ def job(tenant: str, name: str, **fields: Any) -> JobRecord:
 def test_every_table_that_a_tenant_adds_to_is_counted_with_all_its_texts(tmp_path: Path) -> None:
     """A table or column that is added later needs triggers that know it."""
     counting = v0006_kept.TABLES | v0007_creations.TABLES | v0010_details.TABLES | v0011_responses.TABLES
-    counting |= v0012_batches.TABLES
+    counting |= v0012_batches.TABLES | v0013_openai.TABLES
     assert counting.keys() == TableRow.metadata.tables.keys() - NOT_A_TENANTS
     for name, (_, columns, has_files) in counting.items():
         table = TableRow.metadata.tables[name]

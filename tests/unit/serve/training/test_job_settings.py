@@ -64,10 +64,10 @@ def test_checkpoints_are_as_frequent_as_asked_for(
     wanted = request() if asked is None else request(save_steps=asked)
     recipe = recipe_of(wanted, examples, 4096, 7, continues=False)
     if every is not None:
-        assert checkpoint_interval(recipe, wanted.optimizer, examples, 50) == every
+        assert checkpoint_interval(recipe, examples, 50) == every
         return
     with pytest.raises(ApiError, match=r"'save_steps' of .* and a job may have 100: give \d+ or more"):
-        checkpoint_interval(recipe, wanted.optimizer, examples, 50)
+        checkpoint_interval(recipe, examples, 50)
     fewer = request(save_steps=asked, max_steps=20)
     recipe = recipe_of(fewer, examples, 4096, 7, continues=False)
-    assert checkpoint_interval(recipe, fewer.optimizer, examples, 50) == asked
+    assert checkpoint_interval(recipe, examples, 50) == asked

@@ -68,10 +68,8 @@ def test_others_go_on_while_long_texts_are_compared() -> None:
     ("metric", "words"),
     [
         ("cosine", "'cosine' is not offered: it compares embeddings"),
-        ("bleu", "'bleu' is not offered: .*use fuzzy_match, the type http"),
-        ("rouge_l", "'rouge_l' is not offered"),
-        ("meteor", "PythonGrader"),
-        ("levenshtein", "one of fuzzy_match, cosine, bleu, .* not 'levenshtein'"),
+        ("meteor", "'meteor' is not offered: it needs the data of WordNet.*PythonGrader"),
+        ("levenshtein", "one of fuzzy_match, bleu, .* not 'levenshtein'"),
         (4, "not 4"),
         (["bleu"], "not \\['bleu'\\]"),
     ],
@@ -79,6 +77,28 @@ def test_others_go_on_while_long_texts_are_compared() -> None:
 def test_metrics_that_are_not_there(metric: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         grader_from(similarity(evaluation_metric=metric), ALL_GRADERS)
+
+
+@pytest.mark.parametrize(
+    ("metric", "found", "wanted", "value"),
+    [
+        ("rouge_1", "the cat sat", "The cat ran off", 2 * 2 / 7),  # F of 2 words of 3 and of 4
+        ("rouge_2", "the cat sat", "the cat ran", 0.5),
+        ("rouge_l", "a b c d", "a c b d", 0.75),
+        ("gleu", "a b c", "a b c", 1.0),
+        ("gleu", "a b", "a c", 1 / 3),  # of the words and pairs of words, of which each has three
+        ("bleu", "the cat sat on the mat", "the cat sat on the mat", 1.0),
+        ("bleu", "", "the cat", 0.0),
+    ],
+)
+def test_words_are_compared_by_the_library_of_the_metric(
+    metric: str, found: str, wanted: str, value: float
+) -> None:
+    pytest.importorskip("rouge_score" if metric.startswith("rouge") else "nltk")
+    grader = grader_from(similarity(evaluation_metric=metric), ALL_GRADERS)
+    assert grader.grade(found, {"answer": wanted}) == pytest.approx(value, abs=1e-9)
+    with pytest.raises(DataError, match="more than 8192 characters"):
+        grader.grade("a " * 5000, {"answer": "a"})
 
 
 def test_rapidfuzz_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,174 @@
+"""Rows of evals, their runs and the outcomes of these."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, TypeVar
+
+from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy.orm import Session
+
+from coserve.errors import QuotaExceeded
+from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.quotas import Quotas
+from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Page
+
+EvalRow = TypeVar("EvalRow", EvalRecord, EvalRunRecord, EvalItemRecord)
+UNFINISHED: Final = ("queued", "in_progress")
+_MOST_RUNS: Final = 100  # of an eval
+_MOST_UNFINISHED: Final = 16  # runs of a tenant
+_AT_ONCE: Final = 500  # rows in one transaction: the writing thread is shared
+
+
+class EvalStore:
+    """Evals by tenant. A run's `tally` is changed with each outcome, in its transaction."""
+
+    def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
+        self._database, self._clock, self._quotas = database, clock, quotas
+
+    async def add(self, row: EvalRecord) -> None:
+        """Adds an eval. Raises QuotaExceeded."""
+
+        def write(session: Session) -> None:
+            session.add(row)
+            self._quotas.check_kept(session, row.tenant)
+
+        await self._database.write(write)
+
+    async def add_run(self, row: EvalRunRecord) -> None:
+        """Adds a run of an eval that is there. Raises QuotaExceeded."""
+
+        def write(session: Session) -> None:
+            for what, most, wanted in (
+                ("runs of this eval", _MOST_RUNS, EvalRunRecord.eval == row.eval),
+                ("runs that are not over", _MOST_UNFINISHED, EvalRunRecord.status.in_(UNFINISHED)),
+            ):
+                own = EvalRunRecord.tenant == row.tenant
+                has = session.scalars(select(func.count()).where(own, wanted)).one()
+                if has >= most:
+                    raise QuotaExceeded(f"You have {has} {what}, and may have {most}: delete or cancel some.")
+            session.add(row)
+            self._quotas.check_kept(session, row.tenant)
+
+        await self._database.write(write)
+
+    async def get(self, kind: type[EvalRow], tenant: str, id: str) -> EvalRow | None:
+        """The tenant's row of a kind with this id."""
+        found = select(kind).where(kind.tenant == tenant, kind.id == id)
+        return await self._database.read(lambda session: session.scalar(found))
+
+    async def page(
+        self,
+        kind: type[EvalRow],
+        tenant: str,
+        after: str | None,
+        limit: int,
+        ascending: bool,
+        *wanted: ColumnElement[bool],
+    ) -> Page[EvalRow] | None:
+        """The tenant's rows that meet all conditions; None if there is none with the id `after`."""
+        own = [kind.tenant == tenant, *wanted]
+        return await self._database.read(lambda session: page_of(session, kind, own, after, limit, ascending))
+
+    async def change(self, id: str, **values: Any) -> None:
+        """Changes columns of an eval."""
+        changed = update(EvalRecord).where(EvalRecord.id == id).values(**values)
+        await self._database.write(lambda session: session.execute(changed))
+
+    async def move(
+        self, run: str, source: Collection[str], status: str, error: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Changes a run's status if it is one of `source`; False if it is another, or the run is gone."""
+
+        def write(session: Session) -> bool:
+            found = session.scalar(
+                select(EvalRunRecord).where(EvalRunRecord.id == run, EvalRunRecord.status.in_(source))
+            )
+            if found is not None:
+                found.status, found.error = status, None if error is None else dict(error)
+            return found is not None
+
+        return await self._database.write(write)
+
+    async def next_runs(self) -> tuple[EvalRunRecord, ...]:
+        """The oldest unfinished run of each tenant."""
+        oldest = (
+            select(func.min(EvalRunRecord.number))
+            .where(EvalRunRecord.status.in_(UNFINISHED))
+            .group_by(EvalRunRecord.tenant)
+        )
+        found = select(EvalRunRecord).where(EvalRunRecord.number.in_(oldest))
+        return await self._database.read(lambda session: tuple(session.scalars(found)))
+
+    async def places(self, run: str) -> set[int]:
+        """Places of a run's data whose outcome is stored."""
+        found = select(EvalItemRecord.place).where(EvalItemRecord.run == run)
+        return await self._database.read(lambda session: set(session.scalars(found)))
+
+    async def add_item(self, row: EvalItemRecord, usage: Mapping[str, tuple[int, int]]) -> bool:
+        """Adds an outcome, and counts it and the tokens that models have read and written for it in the run's
+        tally; False where the run is not in progress, or has it. Raises QuotaExceeded."""
+
+        def write(session: Session) -> bool:
+            run = session.scalar(
+                select(EvalRunRecord).where(
+                    EvalRunRecord.id == row.run, EvalRunRecord.status == "in_progress"
+                )
+            )
+            same = (EvalItemRecord.run == row.run) & (EvalItemRecord.place == row.place)
+            if run is None or session.scalar(select(EvalItemRecord.id).where(same)) is not None:
+                return False
+            session.add(row)
+            run.tally = _with(run.tally, row, usage)
+            self._quotas.check_kept(session, row.tenant)
+            return True
+
+        return await self._database.write(write)
+
+    async def remove_run(self, tenant: str, eval: str, run: str) -> bool:
+        """Deletes a run with its outcomes; False if the tenant has no such run. It ends first, so that no
+        further outcome comes."""
+        own = (EvalRunRecord.tenant == tenant) & (EvalRunRecord.eval == eval) & (EvalRunRecord.id == run)
+        if (
+            await self._database.read(lambda session: session.scalar(select(EvalRunRecord.id).where(own)))
+            is None
+        ):
+            return False
+        await self.move(run, UNFINISHED, "canceled")
+        await self._delete(EvalItemRecord, EvalItemRecord.run == run)
+        await self._delete(EvalRunRecord, own)
+        return True
+
+    async def remove(self, tenant: str, id: str) -> bool:
+        """Deletes an eval with its runs; False if the tenant has no such eval."""
+        if await self.get(EvalRecord, tenant, id) is None:
+            return False
+        runs = select(EvalRunRecord.id).where(EvalRunRecord.eval == id)
+        while left := await self._database.read(lambda session: tuple(session.scalars(runs))):
+            for run in left:
+                await self.remove_run(tenant, id, run)
+        await self._delete(EvalRecord, EvalRecord.id == id)
+        return True
+
+    async def _delete(self, kind: type[EvalRow], wanted: ColumnElement[bool]) -> None:
+        def write(session: Session) -> int:
+            numbers = session.scalars(select(kind.number).where(wanted).limit(_AT_ONCE)).all()
+            session.execute(delete(kind).where(kind.number.in_(numbers)))
+            return len(numbers)
+
+        while await self._database.write(write) == _AT_ONCE:
+            pass
+
+
+def _with(
+    tally: Mapping[str, Any], row: EvalItemRecord, usage: Mapping[str, tuple[int, int]]
+) -> dict[str, Any]:
+    """A tally with one more outcome: counts by status, (passed, failed) by criterion, and (answers, tokens
+    read, tokens written) by model."""
+    counts, criteria, models = dict(tally["counts"]), dict(tally["criteria"]), dict(tally["models"])
+    counts[row.status] = counts.get(row.status, 0) + 1
+    for result in row.results:
+        passed, failed = criteria.get(result["name"], (0, 0))
+        criteria[result["name"]] = (passed + result["passed"], failed + (not result["passed"]))
+    for name, (read, written) in usage.items():
+        answers, before, after = models.get(name, (0, 0, 0))
+        models[name] = (answers + 1, before + read, after + written)
+    return {"counts": counts, "criteria": criteria, "models": models}
