@@ -187,9 +187,11 @@ def test_the_best_answers_are_told(play: Play) -> None:
         assert best["usage"]["completion_tokens"] == 30
         for prompt in range(2):
             its = [one["token_ids"] for one in every[5 * prompt : 5 * prompt + 5]]
-            its.sort(key=lambda tokens: sum(token % 97 for token in tokens))
             told = best["choices"][2 * prompt : 2 * prompt + 2]
-            assert [one["token_ids"] for one in told] == its[:2] and told[0]["logprobs"] is None
+            assert all(one["token_ids"] in its for one in told) and told[0]["logprobs"] is None
+            sums = [[sum(token % 97 for token in one) for one in its]]
+            sums.append([sum(token % 97 for token in one["token_ids"]) for one in told])
+            assert sums[1] == sorted(sums[0])[:2]  # two may be equally good
             assert told[0]["prompt_token_ids"] == list(asked("xy"[prompt]))
 
     play(story)

@@ -54,7 +54,7 @@ class RankStart(msgspec.Struct, frozen=True):
     rank: Rank
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _CallHeader(msgspec.Struct, frozen=True):
     """A call, and the shapes of the tensors that come with it by collectives."""
 
     call: LinearCall
@@ -121,7 +121,7 @@ class OtherRanks:
     @contextmanager
     def told(self, call: LinearCall, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Has the others compute a call while this process does so. What fails then fails for all calls."""
-        message = msgspec.msgpack.encode(_Told(call, tuple(tuple(tensor.shape) for tensor in tensors)))
+        message = msgspec.msgpack.encode(_CallHeader(call, tuple(tuple(tensor.shape) for tensor in tensors)))
         self._began = time.monotonic()
         try:
             for sock in self._sockets:
@@ -210,7 +210,7 @@ def main(descriptor: int) -> None:
         raise
     ranks = linears.over.ranks
     while (message := messages.read()) is not None:
-        told = msgspec.msgpack.decode(message, type=_Told)
+        told = msgspec.msgpack.decode(message, type=_CallHeader)
         assert told.call.dtype != "field", "the first rank refuses those"
         dtype = DTYPES[told.call.dtype]
         made = [torch.empty(shape, dtype=dtype, device=linears.device) for shape in told.shapes]

@@ -23,6 +23,7 @@ COMMANDS = {
     "training",
     "zoo",
     "models",
+    "ranks",
     "draw",
     "stale",
 }
