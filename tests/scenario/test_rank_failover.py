@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve_benchmarks.ranks_failover import measure_failover
+from coserve_benchmarks.ranks.failover import measure_failover
 from models import VOCABULARY, save, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forks")]

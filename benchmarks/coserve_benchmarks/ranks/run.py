@@ -16,6 +16,7 @@ from coserve.engine.engine import Engine
 from coserve.executors.executor import ReadMemory
 from coserve.executors.remote import RemoteExecutor
 from coserve.plan.link_trial import measured_link
+from coserve.simulate.bubbles import fleet_of_stages, measure_bubbles
 from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.groups import begin, run_groups
@@ -30,9 +31,10 @@ from coserve_benchmarks.ranks.candidates import (
     seconds_of,
     spearman,
 )
+from coserve_benchmarks.ranks.failover import HOW, measure_failover
 from coserve_benchmarks.results import Bar
 
-GROUPS: Final = ("memory", "host", "plans")
+GROUPS: Final = ("memory", "host", "plans", "pipeline", "failover")
 BARS: Final[dict[str, Bar | None]] = {
     "tp.memory_per_rank[4]": Bar(0.30, at_most=True),
     "tp.host[2]": Bar(1.2, at_most=True),
@@ -40,6 +42,9 @@ BARS: Final[dict[str, Bar | None]] = {
     "plan.vs_worst": Bar(1.3),
     "plan.vs_replicate_all": Bar(1.0),
     "plan.spearman": Bar(0.8),
+    "pipeline.bubble_filled": Bar(0.8),
+    "failover.lost": Bar(0, at_most=True),
+    "failover.gap": Bar(10.0, at_most=True),
 }
 _FULL: Final = Sizes(rows=512, width=1024, inner=16, candidates=8, rounds=7)
 _QUICK: Final = Sizes(rows=128, width=256, inner=8, candidates=4, rounds=2)
@@ -65,6 +70,8 @@ def run_ranks(
             "memory": lambda: _memory(bench, folder, quick),
             "host": lambda: _host(bench, folder, quick),
             "plans": lambda: _plans(bench, quick),
+            "pipeline": lambda: _pipeline(bench),
+            "failover": lambda: _failover(bench, folder, Path(name), quick),
         }
         run_groups(bench, groups, runs)
     found: dict[str, Any] = bench.results.as_dict()
@@ -160,3 +167,27 @@ def _plans(bench: Bench, quick: bool) -> None:
         results.row(key, median(rounds), (min(rounds), max(rounds)), note, _SPREAD)
     note = "of the order of prices and of measured seconds; the least of three cases"
     results.row("plan.spearman", min(orders), (min(orders), max(orders)), note, "least and greatest of cases")
+
+
+def _pipeline(bench: Bench) -> None:
+    """Training that two modelled stages keep beside answers, in the simulator's seconds."""
+    found = measure_bubbles(fleet_of_stages(2))
+    for name, value in (("beside", found.beside), ("alone", found.alone)):
+        bench.results.figure(f"pipeline.{name}", value, "tokens trained a modelled second")
+    bench.results.figure("pipeline.within", found.within, "share of answers within their bounds")
+    note = "13B on two stages of two A100, modelled: training beside answers over that without"
+    bench.results.row("pipeline.bubble_filled", found.filled, note=note)
+
+
+def _failover(bench: Bench, model: Path, folder: Path, quick: bool) -> None:
+    """Each of two ranks of a server is killed, and stopped, amid streams and a job."""
+    found = measure_failover(model, folder, bench.shape.vocabulary, how=tuple(HOW)[: 1 if quick else None])
+    for one in found:
+        name = f"failover.gap[{one.how}, rank {one.rank}]"
+        bench.results.figure(name, one.longest_gap, "s, the longest gap of a stream")
+    lost = sum(len(one.lost) for one in found)
+    bench.results.row(
+        "failover.lost", lost, note="tokens, steps and streams that were lost, doubled or unlike"
+    )
+    gaps = [one.longest_gap for one in found]
+    bench.results.row("failover.gap", max(gaps), (min(gaps), max(gaps)), "s, the longest of all", _SPREAD)
