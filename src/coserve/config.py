@@ -198,9 +198,12 @@ class EngineConfig:
         """Raises ConfigError for settings that do not go with several ranks."""
         if self.ranks == 1:
             return
-        setting = "tensor_parallel" if self.pipeline_parallel == 1 else "pipeline_parallel"
+        staged = self.pipeline_parallel > 1
+        setting = "pipeline_parallel" if staged else "tensor_parallel"
         refused = {
-            "tensor_parallel": (self.tensor_parallel > 1 < self.pipeline_parallel, "a stage is not cut"),
+            "tensor_parallel": (staged and self.tensor_parallel > 1, "a stage is not cut"),
+            "quantize": (staged and self.quantize != "none", "a stage has its layers as they are"),
+            "deterministic": (staged and self.deterministic, "stages run several plans at once"),
             "base": (bool(self.base), "its linears are computed elsewhere already"),
             "base_memory": (self.base_memory != "auto", "a base that is cut is not streamed"),
             "offload": (self.offload, "optimizer state that is cut stays beside its weights"),
