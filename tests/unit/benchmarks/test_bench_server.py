@@ -105,5 +105,5 @@ def metric(served: Served) -> float:
 
 
 def test_unknown_groups_are_refused() -> None:
-    with pytest.raises(ConfigError, match="there are overhead, latency, batch, restart"):
+    with pytest.raises(ConfigError, match="there are overhead, latency, batches, restart"):
         run_server("tiny", only=["speed"])
