@@ -91,6 +91,14 @@ RESULTS: Final[Mapping[str, Presented]] = {
         "docs/results/policies.md",
         (*_ENGINE, *_MEASURING, *_LOADS, *_bench("policies")),
     ),
+    "ranks.json": Presented(
+        "docs/results/ranks.md",
+        (
+            *_SERVER,
+            *(f"src/coserve/{room}" for room in ("parallel", "plan", "simulate")),
+            *_bench("ranks", "folder.py", "ours.py"),
+        ),
+    ),
     "server.json": Presented(
         "docs/results/server.md",
         (
