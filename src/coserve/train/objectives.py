@@ -147,7 +147,8 @@ class Reinforcement:
         check_choice(f"{self.name}.loss_type", self.loss_type, get_args(PolicyLoss))
         check_choice(f"{self.name}.scale_rewards", self.scale_rewards, get_args(ScaleRewards))
         if not isinstance(self.grammar, str | None):
-            raise ConfigError(f"{self.name}.grammar must be a text or None, not of type {type(self.grammar).__name__}")
+            given = type(self.grammar).__name__
+            raise ConfigError(f"{self.name}.grammar must be a text or None, not of type {given}")
         if self.clip_high is not None:
             check_range(f"{self.name}.clip_high", self.clip_high, 0.01, 100.0)
         check_range(f"{self.name}.group_size", self.group_size, 2, 128, int)
