@@ -1,5 +1,5 @@
-"""State updates of recurrent layers for one row of each of some sequences: the plain twins of
-`native/recurrent.py`, in any type of numbers."""
+"""State updates of recurrent layers for one row of each of some sequences, and the gated delta rule for
+several rows: the plain twins of `native/recurrent.py`, in any type of numbers."""
 
 from typing import NamedTuple
 
@@ -52,6 +52,30 @@ def delta_update(
     places.write(state)
     y: Tensor = torch.einsum("nhk,nhkv->nhv", q, state) * q.shape[-1] ** -0.5
     return y.to(v.dtype)
+
+
+def delta_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    is_normed: bool,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule of `rows` rows of n sequences, one after the other: arguments as those of
+    `delta_update`, each [n, rows, ...], and the states [n, heads, keys, values] before, or zeros. Returns [n,
+    rows, heads, values], and the states after. Has gradients."""
+    (count, length, heads, values), keys = v.shape, k.shape[-1]
+    held = log_decay.new_zeros(count, heads, keys, values) if state is None else state
+    here, there = torch.arange(count), torch.arange(count, 2 * count)
+    outputs = []
+    for row in range(length):
+        places = StatePlaces(torch.cat((held, torch.zeros_like(held))), here, there)
+        own = (x[:, row] for x in (q, k, v, log_decay, beta))
+        outputs.append(delta_update(*own, is_normed, places))
+        held = places.held[count:]
+    return torch.stack(outputs, 1), held
 
 
 def selective_update(

@@ -1,8 +1,9 @@
-"""Decode rows of recurrent mixers by the kernels of a CPU, which read and write states where they lie.
+"""Recurrent mixers by the kernels of a CPU.
 
 A mixer's code calls functions of its module for one row of each sequence: a step of a causal convolution, of
 the gated delta rule or of Mamba's recurrence. It gets a copy of its own code in which these names are other
-functions. These compute as their own, unless they are given `StatePlaces` instead of states. An experiment
+functions. These compute as their own, unless they are given `StatePlaces` instead of states, which they read
+and write where they lie. The gated delta rule for several rows is a kernel, too, with gradients. An experiment
 tells whether the mixer gives the same outputs and states then.
 """
 
@@ -21,6 +22,8 @@ from coserve.kernels.recurrent import StatePlaces
 _NEAR: Final = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # relative difference of the experiment's results
 
 Function = Callable[..., Any]
+# Of a mixer: its output and states, from states before.
+Run = Callable[[Mapping[Any, Any]], tuple[Tensor, Mapping[Any, Tensor]]]
 
 
 def _convolve(
@@ -64,6 +67,30 @@ def _learn(
     y, states = given(initial_state=initial_state.read(), **kwargs)
     initial_state.write(states)
     return y, initial_state
+
+
+def _learn_rows(
+    own: Function,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As their own function for several rows computes with chunks of them, whatever their size."""
+    rows = query, key, value, g, beta
+    if recurrent.takes_rows(*rows, initial_state):
+        y, after = recurrent.delta_rows(*rows, use_qk_l2norm_in_kernel, initial_state)
+        return y, after if output_final_state else None
+    found: tuple[Tensor, Tensor | None] = own(
+        query, key, value, g=g, beta=beta, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs,
+    )  # fmt: skip
+    return found
 
 
 def _select(
@@ -121,6 +148,7 @@ def _is_expanded(x: Tensor, dt: Tensor, A: Tensor, D: Tensor | None, dt_bias: Te
 _UPDATES: Final[Mapping[str, Function]] = {
     "causal_conv1d_update": _convolve,
     "torch_recurrent_gated_delta_rule": _learn,
+    "torch_chunk_gated_delta_rule": _learn_rows,
     "mamba_selective_state_update": _select,
     "mamba2_selective_state_update": _select,
 }
@@ -141,11 +169,13 @@ def _with_updates(own: FunctionType) -> FunctionType | None:
 @torch.no_grad()
 def updates_places(
     module: nn.Module,
-    run: Callable[[Mapping[Any, Any]], tuple[Tensor, Mapping[Any, Tensor]]],
+    run: Run,
+    run_several: Run,
     states: Mapping[Any, Tensor],
 ) -> bool:
     """Gives a mixer the copy of its code, and tells whether it updates states where they lie: `run` gives its
-    output for two sequences' rows, and their states, from given ones. `states` are possible, of one."""
+    output for a row of each of two sequences, and their states, from given ones, `run_several` for several
+    rows of one. `states` are possible, of one."""
     own = unwrap(type(module).forward)
     if not isinstance(own, FunctionType) or "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
         return False
@@ -154,6 +184,7 @@ def updates_places(
         return False
     both = {key: torch.cat((state, -0.5 * state)) for key, state in states.items()}
     wanted, after = run({key: state.clone() for key, state in both.items()})
+    rows, left = run_several(states)
     before, behind = torch.tensor([3, 0]), torch.tensor([2, 5])
     places = {
         key: StatePlaces(state.new_zeros(6, *state.shape[1:]).index_copy_(0, before, state), before, behind)
@@ -162,11 +193,13 @@ def updates_places(
     module.forward = MethodType(copied, module)
     try:
         found, _ = run(places)
+        own_rows, own_left = run_several(states)
     except (TypeError, AttributeError, RuntimeError, ValueError):  # other functions have these states
         del module.__dict__["forward"]
         return False
     near = _NEAR[like.dtype]
     pairs = [(found, wanted), *((places[key].held[behind], state) for key, state in after.items())]
+    pairs += [(own_rows, rows), *((own_left[key], state) for key, state in left.items())]
     if all(float((one - two).norm()) <= near * float(two.norm()) for one, two in pairs):
         return True
     del module.__dict__["forward"]

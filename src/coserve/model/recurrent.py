@@ -14,6 +14,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from operator import attrgetter
 from typing import Any, Final
@@ -361,13 +362,14 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     returns = len(out) if isinstance(out, tuple) else 0
     anatomy = _Anatomy(names[0], argument, keys, shapes, flat, last, width, returns, others)
 
-    def decode(given: Mapping[StateKey, Any]) -> tuple[Tensor, Mapping[StateKey, Any]]:
-        own = WindowCache(given, False)
-        out = module(hidden[:, :2].transpose(0, 1), **anatomy.given(own))
+    def run(x: Tensor, given: Mapping[StateKey, Any]) -> tuple[Tensor, Mapping[StateKey, Any]]:
+        own = WindowCache(given, x.shape[1] > 1)
+        out = module(x, **anatomy.given(own))
         return (out[0] if isinstance(out, tuple) else out), {**given, **own.after}
 
     by_rows = _forgets(module, anatomy, hidden, cache.after)
-    return replace(anatomy, by_rows=by_rows, in_place=updates_places(module, decode, cache.after))
+    runs = partial(run, hidden[:, :2].transpose(0, 1)), partial(run, hidden)
+    return replace(anatomy, by_rows=by_rows, in_place=updates_places(module, *runs, cache.after))
 
 
 def _forgets(module: nn.Module, anatomy: _Anatomy, hidden: Tensor, states: Mapping[StateKey, Tensor]) -> bool:

@@ -11,7 +11,11 @@ from torch import Tensor
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.mamba.modeling_mamba import causal_conv1d_update, mamba_selective_state_update
 from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_recurrent_gated_delta_rule
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5RMSNormGated,
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
 
 from compiled import each_type, in_type, numbers  # noqa: F401  # a fixture
 from coserve.kernels import recurrent as plain
@@ -44,9 +48,9 @@ def placed(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> StateP
     return StatePlaces(torch.randn(2 * rows + 3, *shape).to(dtype), order[:rows], order[rows : 2 * rows])
 
 
-def assert_near(got: Tensor, want: Tensor, near: float) -> None:
+def assert_near(got: Tensor, want: Tensor, near: float, least: float = 1e-30) -> None:
     assert got.shape == want.shape and torch.isfinite(got).all()
-    assert float((got.double() - want).abs().max()) <= near * float(want.double().abs().max()) + 1e-30
+    assert float((got.double() - want).abs().max()) <= near * float(want.double().abs().max()) + least
 
 
 def check(
@@ -217,3 +221,61 @@ def test_rows_do_not_depend_on_their_neighbours_or_on_threads() -> None:
         own = recurrent.delta_update(q[one], k[one], v[one], decay[one], beta[one], True, alone)
         assert torch.equal(own, whole[one])
     assert torch.equal(places.held, states)
+
+
+def drawn_rows(is_normed: bool) -> tuple[list[Tensor], Tensor | None]:
+    """q, k, v, log decay and beta of several rows, and a state before them or none."""
+    batch, length, key_heads = DRAWS.choice([1, 3]), DRAWS.choice([1, 2, 17, 32, 70]), DRAWS.choice([1, 2])
+    heads, keys, values = key_heads * DRAWS.choice([1, 2]), DRAWS.choice([4, 20, 64]), DRAWS.choice([16, 48])
+    q, k = (drawn(batch, length, key_heads, keys) for _ in range(2))
+    if not is_normed:  # or states grow
+        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    decay, beta = -torch.rand(batch, length, heads) * 3, drawn(batch, length, heads).sigmoid()
+    state = torch.randn(batch, heads, keys, values) if DRAWS.random() < 0.5 else None
+    return [q, k, drawn(batch, length, heads, values), decay, beta], state
+
+
+def results(rule: Callable[..., tuple[Tensor, Tensor]], given: list[Tensor], seed: int) -> list[Tensor]:
+    """Outputs, states behind, and all gradients, of the rule of `given`."""
+    leaves = [x.detach().requires_grad_() for x in given]
+    with torch.enable_grad():
+        outputs = rule(*leaves)
+        torch.manual_seed(seed)
+        gradients = [torch.randn(y.shape).to(y.dtype) for y in outputs]
+        return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, gradients)]
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_rows_of_the_gated_delta_rule_and_their_gradients(is_normed: bool) -> None:
+    near = NEAR[numbers.dtype]
+    for seed in range(TRIES):
+        rows, state = drawn_rows(is_normed)
+        assert recurrent.takes_rows(*rows, state)
+        given = rows if state is None else [*rows, state]
+
+        def of(rule: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+            return lambda *x: rule(*x[:5], is_normed, *x[5:])
+
+        def own(*x: Tensor) -> tuple[Tensor, Tensor]:
+            y, after = torch_chunk_gated_delta_rule(
+                *x[:5], initial_state=x[5] if len(x) > 5 else None, output_final_state=True,
+                use_qk_l2norm_in_kernel=is_normed,
+            )  # fmt: skip
+            return y, after
+
+        exact = results(of(plain.delta_rows), [x.double() for x in given], seed)
+        for found in (results(of(recurrent.delta_rows), given, seed), results(own, given, seed)):
+            for got, want in zip(found, exact, strict=True):
+                assert_near(got, want, near, 1e-6)  # a first row without a state decays nothing
+
+
+def test_rows_do_not_depend_on_where_they_are_cut() -> None:
+    for _ in range(TRIES):
+        rows, state = drawn_rows(True)
+        whole, after = recurrent.delta_rows(*rows, True, state)
+        cut = DRAWS.randint(1, whole.shape[1])
+        first, between = recurrent.delta_rows(*(x[:, :cut] for x in rows), True, state)
+        if cut < whole.shape[1]:
+            second, between = recurrent.delta_rows(*(x[:, cut:] for x in rows), True, between)
+            first = torch.cat((first, second), 1)
+        assert torch.equal(first, whole) and torch.equal(between, after)

@@ -1,9 +1,12 @@
-// Recurrent layers for one row of each of some sequences: their states are read at one place of the store and written at
-// another, in one call for all sequences. See recurrent.py for shapes; the plain twins are in ../recurrent.py.
+// Recurrent layers. For one row of each of some sequences, states are read at one place of the store and written at
+// another, in one call for all sequences; the gated delta rule also for several rows, and for their gradients. See
+// recurrent.py for shapes; the plain twins are in ../recurrent.py.
 //
-// Each sequence's row is computed alone and in one order. States of convolutions are numbers, all others float32.
+// Each row is computed alone and in one order, wherever a sequence is cut. States of convolutions are numbers, all others
+// float32.
 
 #include <math.h>
+#include <omp.h>
 #include <stdlib.h>
 
 #include "number.h"
@@ -11,6 +14,7 @@
 #include "vector.h"
 
 enum { MOST = 1024 };  // inputs of a state's row, and its outputs; as in recurrent.py
+enum { LANES = sizeof(vector) / sizeof(float) };
 
 static inline float silu(float x) { return x / (1.0f + exponential(-x)); }
 
@@ -61,27 +65,36 @@ INLINE void widened(const number *x, float *to, i64 count, float scale, int is_n
     for (i64 i = 0; i < count; i++) to[i] *= scale;
 }
 
-// A head's state [keys, values] decays, learns what v is for the key k, and is asked for q.
-INLINE void delta_rule(const float *q, const float *k, const number *v, float decay, float beta, const float *from,
-                       float *to, number *y, i64 keys, i64 values) {
-    float learned[MOST], out[MOST];
-    memset(learned, 0, sizeof(float) * (size_t)values);
-    memset(out, 0, sizeof(float) * (size_t)values);
+// What a head's state [keys, values] has yet to learn of v for the key k, once it has decayed.
+INLINE void missed_of(const float *k, const number *v, float decay, const float *from, float *missed, i64 keys,
+                      i64 values) {
+    memset(missed, 0, sizeof(float) * (size_t)values);
     i64 i = 0;
     for (; i + 4 <= keys; i += 4) {
         const float *s = from + i * values;
 #pragma omp simd
         for (i64 j = 0; j < values; j++)
-            learned[j] += k[i] * s[j] + k[i + 1] * s[values + j] + k[i + 2] * s[2 * values + j] +
-                          k[i + 3] * s[3 * values + j];
+            missed[j] += k[i] * s[j] + k[i + 1] * s[values + j] + k[i + 2] * s[2 * values + j] +
+                         k[i + 3] * s[3 * values + j];
     }
     for (; i < keys; i++) {
 #pragma omp simd
-        for (i64 j = 0; j < values; j++) learned[j] += k[i] * from[i * values + j];
+        for (i64 j = 0; j < values; j++) missed[j] += k[i] * from[i * values + j];
     }
 #pragma omp simd
-    for (i64 j = 0; j < values; j++) learned[j] = (widen(v[j]) - decay * learned[j]) * beta;
-    for (i = 0; i + 2 <= keys; i += 2) {
+    for (i64 j = 0; j < values; j++) missed[j] = widen(v[j]) - decay * missed[j];
+}
+
+// A head's state [keys, values] decays, learns what v is for the key k, and is asked for q. `from` may be `to`.
+INLINE void delta_rule(const float *q, const float *k, const number *v, float decay, float beta, const float *from,
+                       float *to, number *y, i64 keys, i64 values) {
+    float learned[MOST], out[MOST];
+    missed_of(k, v, decay, from, learned, keys, values);
+    memset(out, 0, sizeof(float) * (size_t)values);
+    i64 i = 0;
+#pragma omp simd
+    for (i64 j = 0; j < values; j++) learned[j] *= beta;
+    for (; i + 2 <= keys; i += 2) {
         const float *s = from + i * values;
         float *t = to + i * values;
 #pragma omp simd
@@ -118,6 +131,168 @@ void delta_update(const number *q, const number *k, const number *v, i64 q_strid
             delta_rule(asked, key, v + i * v_stride + h * values, expf(log_decay[i * heads + h]),
                        widen(beta[i * beta_stride + h]), held + (before[i] * heads + h) * size,
                        held + (after[i] * heads + h) * size, y + (i * heads + h) * values, keys, values);
+        }
+}
+
+// The gated delta rule for `length` rows of each sequence. `kept` gets the state before every `every` rows, unless it is
+// null; a null `from` is a state of zeros.
+void delta_rows(const number *q, const number *k, const number *v, const float *log_decay, const number *beta,
+                const float *from, float *to, number *y, float *kept, i64 every, i64 batch, i64 length, i64 heads,
+                i64 key_heads, i64 keys, i64 values, int is_normed, int threads) {
+    i64 size = keys * values, share = heads / key_heads;
+#pragma omp parallel for collapse(2) num_threads(threads) if (parallel : threads > 1)
+    for (i64 b = 0; b < batch; b++)
+        for (i64 h = 0; h < heads; h++) {
+            float asked[MOST], key[MOST], *state = to + (b * heads + h) * size;
+            if (from)
+                memcpy(state, from + (b * heads + h) * size, sizeof(float) * (size_t)size);
+            else
+                memset(state, 0, sizeof(float) * (size_t)size);
+            for (i64 t = 0; t < length; t++) {
+                i64 row = b * length + t, at = (row * key_heads + h / share) * keys;
+                if (kept && t % every == 0)
+                    memcpy(kept + ((t / every * batch + b) * heads + h) * size, state, sizeof(float) * (size_t)size);
+                widened(q + at, asked, keys, 1.0f / sqrtf((float)keys), is_normed);
+                widened(k + at, key, keys, 1.0f, is_normed);
+                delta_rule(asked, key, v + (row * heads + h) * values, expf(log_decay[row * heads + h]),
+                           widen(beta[row * heads + h]), state, state, y + (row * heads + h) * values, keys, values);
+            }
+        }
+}
+
+// The gradient for x of `widened`, of that for its result; `to` may be `grad`.
+INLINE void widened_back(const number *x, const float *grad, float *to, i64 count, float scale, int is_normed) {
+    float square = 0.0f, along = 0.0f;
+    if (is_normed) {
+#pragma omp simd reduction(+ : square, along)
+        for (i64 i = 0; i < count; i++) {
+            square += widen(x[i]) * widen(x[i]);
+            along += widen(x[i]) * grad[i];
+        }
+        square += 1e-6f;
+        scale /= sqrtf(square);
+        along /= square;
+    }
+#pragma omp simd
+    for (i64 i = 0; i < count; i++) to[i] = (grad[i] - (is_normed ? along * widen(x[i]) : 0.0f)) * scale;
+}
+
+INLINE vector read(const float *x) {
+    vector v;
+    memcpy(&v, x, sizeof v);
+    return v;
+}
+
+// Four rows of a state's gradient `g` [4, values] get what q asked of them; the products of rows with `asked` and
+// `learned` are added to dq and dk, and k times the rows to `entered`.
+INLINE void back_to_asked(const float *q, const float *k, const float *s, float *g, const float *asked,
+                          const float *learned, float *entered, float *dq, float *dk, i64 values) {
+    vector of_q[4] = {0}, of_k[4] = {0};
+    for (i64 j = 0; j < values; j += LANES) {
+        vector a = read(asked + j), l = read(learned + j), e = read(entered + j);
+        for (int r = 0; r < 4; r++) {
+            vector own = read(g + r * values + j) + q[r] * a;
+            memcpy(g + r * values + j, &own, sizeof own);
+            of_q[r] += read(s + r * values + j) * a;
+            of_k[r] += own * l;
+            e += k[r] * own;
+        }
+        memcpy(entered + j, &e, sizeof e);
+    }
+    four to_q = totals(of_q), to_k = totals(of_k);
+    for (int r = 0; r < 4; r++) dq[r] += to_q[r], dk[r] += to_k[r];
+}
+
+// The same rows lose what entered them, and decay: the gradient of the state before. Returns that of the decay.
+INLINE float back_to_before(const float *k, float decay, const float *s, float *g, const float *entered, float *dk,
+                            i64 values) {
+    vector of_k[4] = {0}, of_decay[4] = {0};
+    for (i64 j = 0; j < values; j += LANES) {
+        vector e = read(entered + j);
+        for (int r = 0; r < 4; r++) {
+            vector own = read(g + r * values + j) - k[r] * e, state = read(s + r * values + j);
+            of_k[r] += state * e;
+            of_decay[r] += state * own;
+            own *= decay;
+            memcpy(g + r * values + j, &own, sizeof own);
+        }
+    }
+    four to_k = totals(of_k), to_decay = totals(of_decay);
+    for (int r = 0; r < 4; r++) dk[r] -= decay * to_k[r];
+    return to_decay[0] + to_decay[1] + to_decay[2] + to_decay[3];
+}
+
+// A row of a head on its way back: `before` and `after` are the states [keys, values] around it, `learned` is what
+// entered the state, `missed` that over beta. grad [keys, values], of the state after the row, becomes that of the state
+// before it. dq and dk get the row's share; dv, dg and dbeta are its own. Keys are a multiple of 4, values of `LANES`.
+INLINE void delta_rule_back(const float *q, const float *k, const number *dy, float decay, float beta,
+                            const float *before, const float *after, const float *learned, const float *missed,
+                            float *grad, float *dq, float *dk, number *dv, float *dg, float *dbeta, i64 keys,
+                            i64 values) {
+    float asked[MOST], entered[MOST], of_beta = 0.0f, of_decay = 0.0f;
+    memset(entered, 0, sizeof(float) * (size_t)values);
+    for (i64 j = 0; j < values; j++) asked[j] = widen(dy[j]);
+    for (i64 i = 0; i < keys; i += 4)
+        back_to_asked(q + i, k + i, after + i * values, grad + i * values, asked, learned, entered, dq + i, dk + i,
+                      values);
+#pragma omp simd reduction(+ : of_beta)
+    for (i64 j = 0; j < values; j++) {
+        of_beta += entered[j] * missed[j];
+        entered[j] *= beta;
+    }
+    for (i64 j = 0; j < values; j++) dv[j] = narrow(entered[j]);
+    for (i64 i = 0; i < keys; i += 4)
+        of_decay += back_to_before(k + i, decay, before + i * values, grad + i * values, entered, dk + i, values);
+    *dg = of_decay * decay;
+    *dbeta = of_beta;
+}
+
+// The gradients of `delta_rows` for q, k, v, log_decay, beta and, in place of `grad`, for the state before all rows: of
+// those for y, `dy`, and for the state after them, `grad`. dq and dk are zeros [batch, length, key_heads, keys]. States
+// between the `kept` ones are computed again, into `room`, of (every + 1) states and 2 * every rows of values a thread.
+void delta_rows_back(const number *q, const number *k, const number *v, const float *log_decay, const number *beta,
+                     const float *kept, const number *dy, float *grad, float *dq, float *dk, number *dv, float *dg,
+                     float *dbeta, float *room, i64 every, i64 batch, i64 length, i64 heads, i64 key_heads, i64 keys,
+                     i64 values, int is_normed, int threads) {
+    i64 size = keys * values, share = heads / key_heads, width = every * (size + 2 * values) + size;
+    float scale = 1.0f / sqrtf((float)keys);
+#pragma omp parallel for collapse(2) num_threads(threads) if (parallel : threads > 1)
+    for (i64 b = 0; b < batch; b++)
+        for (i64 g = 0; g < key_heads; g++) {
+            float asked[MOST], key[MOST], *states = room + omp_get_thread_num() * width;
+            float *missed = states + (every + 1) * size, *learned = missed + every * values;
+            for (i64 h = g * share; h < (g + 1) * share; h++)
+                for (i64 begin = (length - 1) / every * every; begin >= 0; begin -= every) {
+                    i64 count = length - begin < every ? length - begin : every;
+                    memcpy(states, kept + ((begin / every * batch + b) * heads + h) * size, sizeof(float) * (size_t)size);
+                    for (i64 t = 0; t < count; t++) {
+                        i64 row = b * length + begin + t, to = row * heads + h;
+                        float decay = expf(log_decay[to]), own = widen(beta[to]), *s = states + t * size;
+                        float *m = missed + t * values, *l = learned + t * values;
+                        widened(k + (row * key_heads + g) * keys, key, keys, 1.0f, is_normed);
+                        missed_of(key, v + to * values, decay, s, m, keys, values);
+                        for (i64 j = 0; j < values; j++) l[j] = own * m[j];
+                        for (i64 i = 0; i < keys; i++) {
+#pragma omp simd
+                            for (i64 j = 0; j < values; j++)
+                                s[size + i * values + j] = decay * s[i * values + j] + key[i] * l[j];
+                        }
+                    }
+                    for (i64 t = count - 1; t >= 0; t--) {
+                        i64 row = b * length + begin + t, at = (row * key_heads + g) * keys, to = row * heads + h;
+                        const float *s = states + t * size;
+                        widened(q + at, asked, keys, scale, is_normed);
+                        widened(k + at, key, keys, 1.0f, is_normed);
+                        delta_rule_back(asked, key, dy + to * values, expf(log_decay[to]), widen(beta[to]), s, s + size,
+                                        learned + t * values, missed + t * values, grad + (b * heads + h) * size, dq + at,
+                                        dk + at, dv + to * values, dg + to, dbeta + to, keys, values);
+                    }
+                }
+            for (i64 t = 0; t < length; t++) {
+                i64 at = ((b * length + t) * key_heads + g) * keys;
+                widened_back(q + at, dq + at, dq + at, keys, scale, is_normed);
+                widened_back(k + at, dk + at, dk + at, keys, 1.0f, is_normed);
+            }
         }
 }
 

@@ -1,15 +1,18 @@
 """Recurrent layers on a CPU: the kernels of `recurrent.c`, each beside its plain twin in
 `kernels/recurrent.py` (the gated norm's are the models' own modules)."""
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from coserve.kernels.native import ops
+from coserve.kernels.native.build import NUMBERS, kernels
 from coserve.kernels.recurrent import StatePlaces
 
 _MOST: Final = 1024  # keys, values and states of a head; as in recurrent.c
+_LANES: Final = 16  # multiples of values that have gradients: a register of AVX-512, or two of AVX2
+_EVERY: Final = 16  # rows, between two states that are kept for their gradients
 
 
 def takes_conv(x: Tensor, weight: Tensor, bias: Tensor | None, places: StatePlaces) -> bool:
@@ -51,6 +54,79 @@ def delta_update(
         is_normed, ops.threads(v.numel() * k.shape[2]),
     )  # fmt: skip
     return y
+
+
+def takes_rows(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
+) -> bool:
+    """Tells whether `delta_rows` reads these, arguments as there. Unlike other kernels it has gradients."""
+    floats = (log_decay,) if state is None else (log_decay, state)
+    return (
+        all(x.dtype is v.dtype and x.dtype in NUMBERS for x in (q, k, beta))
+        and all(x.dtype is torch.float32 for x in floats)
+        and all(type(x) is Tensor and x.is_cpu for x in (q, k, v, beta, *floats))
+        and max(k.shape[-1], v.shape[-1]) <= _MOST
+        and not (k.shape[-1] % 4 or v.shape[-1] % _LANES)
+        and kernels(v.dtype) is not None
+    )
+
+
+def delta_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    is_normed: bool,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the twin."""
+    given = (x.contiguous() for x in (q, k, v, log_decay, beta))
+    y, after = _DeltaRows.apply(*given, None if state is None else state.contiguous(), is_normed)
+    return y, after
+
+
+class _DeltaRows(torch.autograd.Function):
+    """`delta_rows`, row by row on both ways. Of the states between rows every `_EVERY`th is kept for the way
+    back, which computes the others again: 256 KiB of them for heads of 64 by 64, which stay in a core's
+    second cache."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        *numbers, state, is_normed = given
+        _, k, v, log_decay, _ = numbers
+        batch, rows, heads, values = v.shape
+        sizes = batch, rows, heads, *k.shape[2:], values
+        y, after = torch.empty_like(v), log_decay.new_empty(batch, heads, k.shape[3], values)
+        kept = None
+        if any(ctx.needs_input_grad):
+            kept = after.new_empty(-(-rows // _EVERY), *after.shape)
+        ops.loaded(v).delta_rows(
+            *(x.data_ptr() for x in numbers), _address(state), after.data_ptr(), y.data_ptr(), _address(kept),
+            _EVERY, *sizes, is_normed, ops.threads(v.numel() * k.shape[3]),
+        )  # fmt: skip
+        ctx.save_for_backward(*numbers, kept)
+        ctx.is_normed, ctx.has_state = is_normed, state is not None
+        return y, after
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        of_y, of_after = gradients
+        *numbers, kept = ctx.saved_tensors
+        q, k, v, log_decay, beta = numbers
+        batch, rows, heads, values = v.shape
+        of_y, of_state = of_y.contiguous(), of_after.contiguous().clone()
+        dq, dk = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k))
+        dv, dg, dbeta = torch.empty_like(v), torch.empty_like(log_decay), torch.empty_like(log_decay)
+        threads, size = ops.threads(v.numel() * k.shape[3]), k.shape[3] * values
+        room = log_decay.new_empty(threads, (_EVERY + 1) * size + 2 * _EVERY * values)
+        found = (of_state, dq, dk, dv, dg, dbeta, room)
+        ops.loaded(v).delta_rows_back(
+            *(x.data_ptr() for x in (*numbers, kept, of_y, *found)),
+            _EVERY, batch, rows, heads, *k.shape[2:], values, ctx.is_normed, threads,
+        )  # fmt: skip
+        of_numbers = dq.to(q.dtype), dk.to(k.dtype), dv, dg, dbeta.to(beta.dtype)
+        return *of_numbers, of_state if ctx.has_state else None, None
 
 
 def takes_selective(

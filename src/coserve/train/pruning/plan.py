@@ -62,10 +62,7 @@ def foresee(base: Base, adapter: AdapterVersion, keep: SavePolicySetting) -> Non
 
 
 def _is_worth_it(base: Base, keep: SavePolicySetting) -> bool:
-    """Tells whether layers are traced. Those of a base with recurrent ones are not: all of it is recomputed
-    from the layers' inputs and states."""
-    if base.mixers:
-        return False
+    """Tells whether layers are traced."""
     return keep is not SavePolicy.INPUTS or base.nbytes >= _LARGE or base.makes_calls
 
 
