@@ -12,7 +12,6 @@ from coserve.adapters.bypass import exact_type
 from coserve.adapters.lowrank import is_plain
 from coserve.errors import UnsupportedModel
 from coserve.model.base import Base
-from coserve.model.probe import has_states
 from coserve.train.pruning.choice import ATTENTION, Choice
 from coserve.train.pruning.layers import BackwardNeeds, Modelled, choices, sketch_of
 from coserve.train.pruning.table import Explained, explain
@@ -123,13 +122,7 @@ def explain_model(
     keep: SavePolicy = SavePolicy.PRUNED,
 ) -> list[Explained]:
     """Explains what is kept of a model that is not loaded for a fresh adapter of these methods (their
-    settings), layer by layer. Raises UnsupportedModel where it cannot be traced, or keeps nothing by
-    choice."""
-    if has_states(config):
-        raise UnsupportedModel(
-            f"{config.model_type} has recurrent layers: all of it is recomputed from inputs and states, and "
-            "no policy chooses what is kept"
-        )
+    settings), layer by layer. Raises UnsupportedModel where it cannot be traced."""
     model = Modelled.of(None, config)
     try:
         sketch = sketch_of(model)

@@ -73,7 +73,7 @@ class Sketch:
     def __init__(self, kind: type[PreTrainedModel] | None, config: PreTrainedConfig) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.caches: list[CacheShape] = []
-        self.mixers: Sequence[object] = ()  # a base with some is not traced
+        self.mixers: Sequence[object] = ()  # they are called as they are: no window goes on
         self.asks_past = False
         self.past: list[Tensor] = []  # keys and values before the rows, of the layer that was traced last
         found: dict[int, CacheShape] = {}
