@@ -27,7 +27,7 @@ _DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 16,  # of kernels with gradients: a multiple of 16
 }
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4,

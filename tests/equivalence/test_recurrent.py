@@ -8,7 +8,7 @@ import itertools
 import random
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.sites import Kind
 from coserve.core.plan import TokenLogprobs
 from coserve.errors import AdapterMismatch, ConfigError, CoserveError, UnsupportedModel
+from coserve.kernels.native import recurrent
+from coserve.kernels.native.build import library
 from coserve.schedule import kept_states
 from coserve.train.example import Example
 from models import Exact, logits_of, lora_parameters, prompts, save
@@ -139,6 +141,26 @@ def test_gradients_in_windows_are_pefts(name: str) -> None:
         ended = passage.finish()
     assert abs(ended - case.loss) < 1e-8 * case.loss
     assert worst(passage.gradients, case.wanted, floor=0.01) < 1e-8
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_gradients_of_kernels_are_pefts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, where recurrences of several rows are kernels: windows hand them states, and get gradients
+    of these."""
+    computed = []
+    own = recurrent._DeltaRows.backward
+
+    def counted(ctx: Any, *gradients: Any) -> Any:
+        computed.append(ctx.has_state)
+        return own(ctx, *gradients)
+
+    case = case_of(name, (9, 20, 4), torch.float32)
+    monkeypatch.setattr(recurrent._DeltaRows, "backward", staticmethod(counted))
+    passage = Passage(case, SavePolicy.PRUNED)
+    passage.travel(8, 8, random.Random(name))
+    assert abs(passage.finish() - case.loss) < 1e-5 * case.loss
+    assert worst(passage.gradients, case.wanted, floor=0.01) < 1e-3
+    assert {True, False} <= set(computed) or library(torch.float32) is None
 
 
 def job_examples(seed: int, lengths: tuple[int, ...]) -> list[Example]:
@@ -273,7 +295,7 @@ def test_a_pass_that_failed_is_repeated_from_the_states_before(monkeypatch: pyte
     """Memory runs out behind the layers of some passes, which have written states by then: for all together,
     and for each alone that follows."""
     name = "qwen3_5_text"
-    served, oracle, passes = engine_of(name), build(name), itertools.count()
+    served, oracle, passes = engine_of(name), build(name, torch.float64), itertools.count()
     sampler = served.executor.worker.fused.sampler  # type: ignore[attr-defined]
     draw = sampler.draw
 

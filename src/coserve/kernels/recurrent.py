@@ -98,3 +98,21 @@ def selective_update(
     y = torch.einsum("nhps,nhs->nhp", state, c)
     y = y if d is None else y + x * d[:, None]
     return (y if z is None else y * F.silu(z)).to(x.dtype)
+
+
+def selective_rows(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mamba 2's recurrence of `rows` rows of n sequences, one after the other: x [n, rows, heads, width], dt
+    [n, rows, heads], a [heads], b and c [n, rows, groups, states], and the states [n, heads, width, states]
+    before, or zeros. Returns [n, rows, heads, width], and the states after. Has gradients."""
+    (count, length, heads, width), states = x.shape, b.shape[-1]
+    held = x.new_zeros(count, heads, width, states) if state is None else state
+    here, there = torch.arange(count), torch.arange(count, 2 * count)
+    outputs = []
+    for row in range(length):
+        places = StatePlaces(torch.cat((held, torch.zeros_like(held))), here, there)
+        own = x[:, row], dt[:, row], a[:, None], b[:, row], c[:, row]
+        outputs.append(selective_update(*own, None, None, places))
+        held = places.held[count:]
+    return torch.stack(outputs, 1), held

@@ -3,7 +3,8 @@
 A mixer's code calls functions of its module for one row of each sequence: a step of a causal convolution, of
 the gated delta rule or of Mamba's recurrence. It gets a copy of its own code in which these names are other
 functions. These compute as their own, unless they are given `StatePlaces` instead of states, which they read
-and write where they lie. The gated delta rule for several rows is a kernel, too, with gradients. An experiment
+and write where they lie. The gated delta rule and Mamba 2's
+recurrence of several rows are kernels, too, with gradients. An experiment
 tells whether the mixer gives the same outputs and states then.
 """
 
@@ -132,6 +133,35 @@ def _select(
     return y
 
 
+def _select_rows(
+    own: Function,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """As their own function for several rows computes with chunks of them."""
+    step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    step = (nn.functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    if not recurrent.takes_rows(C, B, hidden_states, A.float(), step, initial_states):
+        return own(
+            hidden_states, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, initial_states=initial_states,
+            dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states, **kwargs,
+        )  # fmt: skip
+    y, after = recurrent.selective_rows(hidden_states, step, A, B, C, initial_states)
+    out = y.float() if D is None else y.float() + D[:, None] * hidden_states.float()
+    return (out, after) if return_final_states else out
+
+
 def _first(x: Tensor | None) -> Tensor | None:
     """The number of each head's first channel."""
     return None if x is None else x[..., 0]
@@ -151,6 +181,7 @@ _UPDATES: Final[Mapping[str, Function]] = {
     "torch_chunk_gated_delta_rule": _learn_rows,
     "mamba_selective_state_update": _select,
     "mamba2_selective_state_update": _select,
+    "mamba2_chunk_scan": _select_rows,
 }
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.mamba.modeling_mamba import causal_conv1d_update, mamba_selective_state_update
-from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNormGated,
     torch_chunk_gated_delta_rule,
@@ -253,9 +253,6 @@ def test_rows_of_the_gated_delta_rule_and_their_gradients(is_normed: bool) -> No
         assert recurrent.takes_rows(*rows, state)
         given = rows if state is None else [*rows, state]
 
-        def of(rule: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-            return lambda *x: rule(*x[:5], is_normed, *x[5:])
-
         def own(*x: Tensor) -> tuple[Tensor, Tensor]:
             y, after = torch_chunk_gated_delta_rule(
                 *x[:5], initial_state=x[5] if len(x) > 5 else None, output_final_state=True,
@@ -263,8 +260,12 @@ def test_rows_of_the_gated_delta_rule_and_their_gradients(is_normed: bool) -> No
             )  # fmt: skip
             return y, after
 
-        exact = results(of(plain.delta_rows), [x.double() for x in given], seed)
-        for found in (results(of(recurrent.delta_rows), given, seed), results(own, given, seed)):
+        twin, kernel = (
+            lambda *x, rule=rule: rule(*x[:5], is_normed, *x[5:])
+            for rule in (plain.delta_rows, recurrent.delta_rows)
+        )
+        exact = results(twin, [x.double() for x in given], seed)
+        for found in (results(kernel, given, seed), results(own, given, seed)):
             for got, want in zip(found, exact, strict=True):
                 assert_near(got, want, near, 1e-6)  # a first row without a state decays nothing
 
@@ -279,3 +280,21 @@ def test_rows_do_not_depend_on_where_they_are_cut() -> None:
             second, between = recurrent.delta_rows(*(x[:, cut:] for x in rows), True, between)
             first = torch.cat((first, second), 1)
         assert torch.equal(first, whole) and torch.equal(between, after)
+
+
+def test_rows_of_mamba_2_and_their_gradients() -> None:
+    near = NEAR[numbers.dtype]
+    for seed in range(TRIES):
+        (c, b, x, _, dt), state = drawn_rows(False)
+        held = None if state is None else state.transpose(2, 3)
+        given = [x, dt, -torch.rand(x.shape[2]) * 3, b, c, *([] if held is None else [held])]
+
+        def own(*x: Tensor) -> tuple[Tensor, Tensor]:
+            before = x[5] if len(x) > 5 else None
+            y, after = mamba2_chunk_scan(*x[:5], 16, initial_states=before, return_final_states=True)
+            return y.to(numbers.dtype), after
+
+        exact = results(plain.selective_rows, [one.double() for one in given], seed)
+        for found in (results(recurrent.selective_rows, given, seed), results(own, given, seed)):
+            for got, want in zip(found, exact, strict=True):
+                assert_near(got, want, near, 1e-6)

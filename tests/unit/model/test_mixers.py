@@ -31,8 +31,8 @@ def test_mixers_are_found_with_the_linears_around_them() -> None:
     assert names(first) == [("in_proj_qkvz", 1.0), ("in_proj_ba", 1.0)]
     assert first.anatomy.last == "model.layers.0.linear_attn.out_proj"
     assert [(shape.shape, shape.dtype) for shape in first.shapes] == [
-        ((64, 4), torch.float32),
-        ((4, 8, 8), torch.float32),
+        ((96, 4), torch.float32),
+        ((4, 8, 16), torch.float32),
     ]
     multiplied, *_ = mixers_of("falcon_h1")
     assert names(multiplied) == [("in_proj", 1.25)]

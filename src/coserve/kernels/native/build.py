@@ -69,8 +69,8 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "panel_outputs": "",
     "conv_update": "plpppppplllii",
     "delta_update": "ppplllpplpppplllllii",
-    "delta_rows": "ppppppppplllllllii",
-    "delta_rows_back": "pppppppppppppplllllllii",
+    "delta_rows": "ppppppppplllllllfiii",
+    "delta_rows_back": "pppppppppppppplllllllfiii",
     "selective_update": "plppllplplpplppppllllli",
     "rms_norm_gated": "pplpplllfii",
 }

@@ -85,11 +85,15 @@ INLINE void missed_of(const float *k, const number *v, float decay, const float 
     for (i64 j = 0; j < values; j++) missed[j] = widen(v[j]) - decay * missed[j];
 }
 
-// A head's state [keys, values] decays, learns what v is for the key k, and is asked for q. `from` may be `to`.
+// A head's state [keys, values] decays, learns what v is for the key k, and is asked for q. `from` may be `to`. Without
+// `is_delta` it learns v whatever it holds for k: Mamba 2.
 INLINE void delta_rule(const float *q, const float *k, const number *v, float decay, float beta, const float *from,
-                       float *to, number *y, i64 keys, i64 values) {
+                       float *to, number *y, i64 keys, i64 values, int is_delta) {
     float learned[MOST], out[MOST];
-    missed_of(k, v, decay, from, learned, keys, values);
+    if (is_delta)
+        missed_of(k, v, decay, from, learned, keys, values);
+    else
+        for (i64 j = 0; j < values; j++) learned[j] = widen(v[j]);
     memset(out, 0, sizeof(float) * (size_t)values);
     i64 i = 0;
 #pragma omp simd
@@ -130,15 +134,16 @@ void delta_update(const number *q, const number *k, const number *v, i64 q_strid
             widened(k + i * k_stride + h / share * keys, key, keys, 1.0f, is_normed);
             delta_rule(asked, key, v + i * v_stride + h * values, expf(log_decay[i * heads + h]),
                        widen(beta[i * beta_stride + h]), held + (before[i] * heads + h) * size,
-                       held + (after[i] * heads + h) * size, y + (i * heads + h) * values, keys, values);
+                       held + (after[i] * heads + h) * size, y + (i * heads + h) * values, keys, values, 1);
         }
 }
 
-// The gated delta rule for `length` rows of each sequence. `kept` gets the state before every `every` rows, unless it is
+// The gated delta rule for `length` rows of each sequence, or without `is_delta` Mamba 2's recurrence, whose state is
+// transposed: x is v, B is k, C is q and the time step beta. q is multiplied by `scale`. `kept` gets the state before every `every` rows, unless it is
 // null; a null `from` is a state of zeros.
 void delta_rows(const number *q, const number *k, const number *v, const float *log_decay, const number *beta,
                 const float *from, float *to, number *y, float *kept, i64 every, i64 batch, i64 length, i64 heads,
-                i64 key_heads, i64 keys, i64 values, int is_normed, int threads) {
+                i64 key_heads, i64 keys, i64 values, float scale, int is_normed, int is_delta, int threads) {
     i64 size = keys * values, share = heads / key_heads;
 #pragma omp parallel for collapse(2) num_threads(threads) if (parallel : threads > 1)
     for (i64 b = 0; b < batch; b++)
@@ -152,10 +157,11 @@ void delta_rows(const number *q, const number *k, const number *v, const float *
                 i64 row = b * length + t, at = (row * key_heads + h / share) * keys;
                 if (kept && t % every == 0)
                     memcpy(kept + ((t / every * batch + b) * heads + h) * size, state, sizeof(float) * (size_t)size);
-                widened(q + at, asked, keys, 1.0f / sqrtf((float)keys), is_normed);
+                widened(q + at, asked, keys, scale, is_normed);
                 widened(k + at, key, keys, 1.0f, is_normed);
                 delta_rule(asked, key, v + (row * heads + h) * values, expf(log_decay[row * heads + h]),
-                           widen(beta[row * heads + h]), state, state, y + (row * heads + h) * values, keys, values);
+                           widen(beta[row * heads + h]), state, state, y + (row * heads + h) * values, keys, values,
+                           is_delta);
             }
         }
 }
@@ -203,15 +209,19 @@ INLINE void back_to_asked(const float *q, const float *k, const float *s, float 
     for (int r = 0; r < 4; r++) dq[r] += to_q[r], dk[r] += to_k[r];
 }
 
-// The same rows lose what entered them, and decay: the gradient of the state before. Returns that of the decay.
+// The same rows lose what entered them where they missed it, and decay: the gradient of the state before. Returns that of
+// the decay.
 INLINE float back_to_before(const float *k, float decay, const float *s, float *g, const float *entered, float *dk,
-                            i64 values) {
+                            i64 values, int is_delta) {
     vector of_k[4] = {0}, of_decay[4] = {0};
     for (i64 j = 0; j < values; j += LANES) {
         vector e = read(entered + j);
         for (int r = 0; r < 4; r++) {
-            vector own = read(g + r * values + j) - k[r] * e, state = read(s + r * values + j);
-            of_k[r] += state * e;
+            vector own = read(g + r * values + j), state = read(s + r * values + j);
+            if (is_delta) {
+                own -= k[r] * e;
+                of_k[r] += state * e;
+            }
             of_decay[r] += state * own;
             own *= decay;
             memcpy(g + r * values + j, &own, sizeof own);
@@ -228,7 +238,7 @@ INLINE float back_to_before(const float *k, float decay, const float *s, float *
 INLINE void delta_rule_back(const float *q, const float *k, const number *dy, float decay, float beta,
                             const float *before, const float *after, const float *learned, const float *missed,
                             float *grad, float *dq, float *dk, number *dv, float *dg, float *dbeta, i64 keys,
-                            i64 values) {
+                            i64 values, int is_delta) {
     float asked[MOST], entered[MOST], of_beta = 0.0f, of_decay = 0.0f;
     memset(entered, 0, sizeof(float) * (size_t)values);
     for (i64 j = 0; j < values; j++) asked[j] = widen(dy[j]);
@@ -242,7 +252,8 @@ INLINE void delta_rule_back(const float *q, const float *k, const number *dy, fl
     }
     for (i64 j = 0; j < values; j++) dv[j] = narrow(entered[j]);
     for (i64 i = 0; i < keys; i += 4)
-        of_decay += back_to_before(k + i, decay, before + i * values, grad + i * values, entered, dk + i, values);
+        of_decay += back_to_before(k + i, decay, before + i * values, grad + i * values, entered, dk + i, values,
+                                   is_delta);
     *dg = of_decay * decay;
     *dbeta = of_beta;
 }
@@ -253,9 +264,8 @@ INLINE void delta_rule_back(const float *q, const float *k, const number *dy, fl
 void delta_rows_back(const number *q, const number *k, const number *v, const float *log_decay, const number *beta,
                      const float *kept, const number *dy, float *grad, float *dq, float *dk, number *dv, float *dg,
                      float *dbeta, float *room, i64 every, i64 batch, i64 length, i64 heads, i64 key_heads, i64 keys,
-                     i64 values, int is_normed, int threads) {
+                     i64 values, float scale, int is_normed, int is_delta, int threads) {
     i64 size = keys * values, share = heads / key_heads, width = every * (size + 2 * values) + size;
-    float scale = 1.0f / sqrtf((float)keys);
 #pragma omp parallel for collapse(2) num_threads(threads) if (parallel : threads > 1)
     for (i64 b = 0; b < batch; b++)
         for (i64 g = 0; g < key_heads; g++) {
@@ -270,7 +280,10 @@ void delta_rows_back(const number *q, const number *k, const number *v, const fl
                         float decay = expf(log_decay[to]), own = widen(beta[to]), *s = states + t * size;
                         float *m = missed + t * values, *l = learned + t * values;
                         widened(k + (row * key_heads + g) * keys, key, keys, 1.0f, is_normed);
-                        missed_of(key, v + to * values, decay, s, m, keys, values);
+                        if (is_delta)
+                            missed_of(key, v + to * values, decay, s, m, keys, values);
+                        else
+                            for (i64 j = 0; j < values; j++) m[j] = widen(v[to * values + j]);
                         for (i64 j = 0; j < values; j++) l[j] = own * m[j];
                         for (i64 i = 0; i < keys; i++) {
 #pragma omp simd
@@ -285,7 +298,8 @@ void delta_rows_back(const number *q, const number *k, const number *v, const fl
                         widened(k + at, key, keys, 1.0f, is_normed);
                         delta_rule_back(asked, key, dy + to * values, expf(log_decay[to]), widen(beta[to]), s, s + size,
                                         learned + t * values, missed + t * values, grad + (b * heads + h) * size, dq + at,
-                                        dk + at, dv + to * values, dg + to, dbeta + to, keys, values);
+                                        dk + at, dv + to * values, dg + to, dbeta + to, keys, values,
+                                        is_delta);
                     }
                 }
             for (i64 t = 0; t < length; t++) {

@@ -81,19 +81,36 @@ def delta_rows(
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the twin."""
-    given = (x.contiguous() for x in (q, k, v, log_decay, beta))
-    y, after = _DeltaRows.apply(*given, None if state is None else state.contiguous(), is_normed)
+    return _rows((q, k, v, log_decay, beta), state, k.shape[-1] ** -0.5, is_normed, is_delta=True)
+
+
+def selective_rows(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See the twin."""
+    log_decay = a.float() * dt.float()
+    held = None if state is None else state.transpose(2, 3)
+    y, after = _rows((c, b, x, log_decay, dt), held, 1.0, is_normed=False, is_delta=False)
+    return y, after.transpose(2, 3)
+
+
+def _rows(
+    numbers: tuple[Tensor, ...], state: Tensor | None, scale: float, is_normed: bool, is_delta: bool
+) -> tuple[Tensor, Tensor]:
+    given = (x.contiguous() for x in numbers)
+    held = None if state is None else state.contiguous()
+    y, after = _DeltaRows.apply(*given, held, (scale, is_normed, is_delta))
     return y, after
 
 
 class _DeltaRows(torch.autograd.Function):
-    """`delta_rows`, row by row on both ways. Of the states between rows every `_EVERY`th is kept for the way
-    back, which computes the others again: 256 KiB of them for heads of 64 by 64, which stay in a core's
-    second cache."""
+    """`delta_rows` and `selective_rows`, row by row on both ways. Of the states between rows every `_EVERY`th
+    is kept for the way back, which computes the others again: 256 KiB of them for heads of 64 by 64, which
+    stay in a core's second cache."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        *numbers, state, is_normed = given
+        *numbers, state, kind = given
         _, k, v, log_decay, _ = numbers
         batch, rows, heads, values = v.shape
         sizes = batch, rows, heads, *k.shape[2:], values
@@ -103,10 +120,10 @@ class _DeltaRows(torch.autograd.Function):
             kept = after.new_empty(-(-rows // _EVERY), *after.shape)
         ops.loaded(v).delta_rows(
             *(x.data_ptr() for x in numbers), _address(state), after.data_ptr(), y.data_ptr(), _address(kept),
-            _EVERY, *sizes, is_normed, ops.threads(v.numel() * k.shape[3]),
+            _EVERY, *sizes, *kind, ops.threads(v.numel() * k.shape[3]),
         )  # fmt: skip
         ctx.save_for_backward(*numbers, kept)
-        ctx.is_normed, ctx.has_state = is_normed, state is not None
+        ctx.kind, ctx.has_state = kind, state is not None
         return y, after
 
     @staticmethod
@@ -123,7 +140,7 @@ class _DeltaRows(torch.autograd.Function):
         found = (of_state, dq, dk, dv, dg, dbeta, room)
         ops.loaded(v).delta_rows_back(
             *(x.data_ptr() for x in (*numbers, kept, of_y, *found)),
-            _EVERY, batch, rows, heads, *k.shape[2:], values, ctx.is_normed, threads,
+            _EVERY, batch, rows, heads, *k.shape[2:], values, *ctx.kind, threads,
         )  # fmt: skip
         of_numbers = dq.to(q.dtype), dk.to(k.dtype), dv, dg, dbeta.to(beta.dtype)
         return *of_numbers, of_state if ctx.has_state else None, None
