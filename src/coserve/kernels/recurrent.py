@@ -72,8 +72,8 @@ def delta_rows(
     outputs = []
     for row in range(length):
         places = StatePlaces(torch.cat((held, torch.zeros_like(held))), here, there)
-        own = (x[:, row] for x in (q, k, v, log_decay, beta))
-        outputs.append(delta_update(*own, is_normed, places))
+        own = log_decay[:, row], beta[:, row], is_normed, places
+        outputs.append(delta_update(q[:, row], k[:, row], v[:, row], *own))
         held = places.held[count:]
     return torch.stack(outputs, 1), held
 

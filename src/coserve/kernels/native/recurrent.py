@@ -99,7 +99,7 @@ def _rows(
 ) -> tuple[Tensor, Tensor]:
     given = (x.contiguous() for x in numbers)
     held = None if state is None else state.contiguous()
-    y, after = _DeltaRows.apply(*given, held, (scale, is_normed, is_delta))
+    y, after = _DeltaRows.apply(*given, held, (scale, is_normed, is_delta))  # type: ignore[no-untyped-call]
     return y, after
 
 
