@@ -84,16 +84,21 @@ def test_each_line_has_one_result(play: Play) -> None:
     play(story)
 
 
-@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/embeddings"])
+@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/embeddings", "/v1/responses"])
 def test_batches_of_the_other_endpoints(play: Play, endpoint: str) -> None:
     async def story(world: World) -> None:
         body = {"model": "tiny", "input": "x"}
         if endpoint.startswith("/v1/chat"):
             body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        if endpoint == "/v1/responses":
+            body = {"model": "tiny", "input": "x", "max_output_tokens": 2}
         lines = [{"custom_id": str(i), "method": "POST", "url": endpoint, "body": body} for i in range(3)]
+        lines += [{**lines[0], "custom_id": "alone", "body": {**body, "background": True}}]
         batch = await ended(world, (await start(world, jsonl(*lines), endpoint=endpoint)).id)
         found = await results(world, batch.output_file_id)
-        kind = "list" if endpoint == "/v1/embeddings" else "chat.completion"
+        kind = {"/v1/embeddings": "list", "/v1/responses": "response"}.get(endpoint, "chat.completion")
+        (alone,) = await results(world, batch.error_file_id)
+        assert alone["response"]["body"]["error"]["param"] == "background"
         assert [one["response"]["body"]["object"] for one in found] == [kind] * 3
         assert all(one.background for one in world.submits())
 

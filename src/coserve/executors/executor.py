@@ -78,11 +78,13 @@ class Command(Generic[R]):
     """A call other than a plan, with a reply of type R (`reply`).
 
     A command takes effect between two steps, after all plans launched before it. One that is `beside` runs
-    while steps go on, on the calling thread.
+    while steps go on, on the calling thread. In one that `gathers` ranks talk to each other beside steps, so
+    that it is alone among such.
     """
 
     reply: ClassVar[Any] = None
     beside: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class LoadAdapter(Command[Outline]):
 
     adapter: AdapterVersion
     reply = Outline
+    gathers = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ class ReadAdapter(Command[Outline]):
     stored: StoredVersion
     reply = Outline
     beside = True
+    gathers = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,7 @@ class FetchAdapter(Command[AdapterVersion]):
 
     key: str
     reply = AdapterVersion
+    gathers = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,7 @@ class OpenSession(Command[Outline]):
     reference: AdapterVersion | None = None
     reply = Outline
     beside = True
+    gathers = True
 
     @classmethod
     def of(
@@ -206,6 +212,7 @@ class ReadState(Command[TrainingState]):
     snapshot: int
     reply = TrainingState
     beside = True
+    gathers = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +235,8 @@ class ReadParameter(Command[Tensor | None]):
     what: str
     reply = Tensor
     beside = True
+    gathers = True
+    gathers = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +246,7 @@ class EmbedTokens(Command[Tensor]):
     tokens: tuple[int, ...]
     reply = Tensor
     beside = True
+    gathers = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,17 +34,9 @@ from coserve.executors.channel import (
 from coserve.executors.codec import Codec
 from coserve.executors.executor import (
     Command,
-    EmbedTokens,
     ExecutorSpec,
-    FetchAdapter,
-    LoadAdapter,
-    OpenSession,
     R,
-    ReadAdapter,
     ReadMemory,
-    ReadParameter,
-    ReadState,
-    TraceLayers,
 )
 from coserve.executors.parameters import RemoteParameters, ShapedPlacement
 from coserve.executors.spares import take_spare
@@ -61,10 +53,6 @@ from coserve.wire.plans import decode_result, encode_plan
 _AHEAD: Final = 16384  # bytes of a plan that surely fit into a socket while the process still runs one
 _SILENCE: Final = 6.0  # seconds without a heartbeat of all ranks; a supervisor's patience is 8
 _STOPPED: Final = 3.0  # of these, where a signal has stopped one of them
-# Commands in which ranks talk to each other beside steps, one at a time.
-_GATHER: Final = (
-    EmbedTokens, FetchAdapter, LoadAdapter, OpenSession, ReadAdapter, ReadParameter, ReadState, TraceLayers,
-)  # fmt: skip
 
 
 def start_process(descriptors: Sequence[int]) -> "subprocess.Popen[bytes]":
@@ -126,7 +114,7 @@ class RemoteExecutor(WorkerTransport):
     def call(self, command: Command[R]) -> R:
         """See `Executor`."""
         message = self._codec.encode_command(command)
-        is_gathered = self._is_pipeline or (len(self.workers) > 1 and isinstance(command, _GATHER))
+        is_gathered = self._is_pipeline or (len(self.workers) > 1 and command.gathers)
         with self._gathering if is_gathered else nullcontext():
             if command.beside:
                 replies = self._call_beside(message)

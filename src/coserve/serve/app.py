@@ -98,7 +98,8 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     app.state.responses = ResponseRuns(state)
-    own = OwnRoutes(state, chat.router, completions.router, embeddings.router)
+    answering = chat.router, completions.router, embeddings.router, responses.router
+    own = OwnRoutes(state, app.state.responses, *answering)
     app.state.batches = Batches(state, own)
     app.state.tinker = Dialect(state, clock)
     for router in tinker.ROUTERS:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI
 from coserve.serve import errors
 from coserve.serve.answering.call import IN_BACKGROUND
 from coserve.serve.http.middleware import new_request_id
+from coserve.serve.responses.background import ResponseRuns
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
 
@@ -24,9 +25,9 @@ class OwnRoutes:
     """Some of the server's routes, for requests of its own in the background. A tenant's requests are checked
     as those from outside are, but for keys, rates and the queue."""
 
-    def __init__(self, state: State, *routers: APIRouter) -> None:
+    def __init__(self, state: State, responses: ResponseRuns, *routers: APIRouter) -> None:
         self._app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        self._app.state.coserve = state
+        self._app.state.coserve, self._app.state.responses = state, responses
         errors.install(self._app)
         for router in routers:
             self._app.include_router(router)

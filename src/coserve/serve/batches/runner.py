@@ -271,10 +271,9 @@ class Batches:
 
     async def _answered(self, batch: BatchRecord, owner: Tenant, line: BatchLine) -> Reply:
         """The reply to a line, tried again while the server has no engine or no room."""
-        if _streams(line.body):
-            told = ApiError(
-                400, "A request of a batch cannot be streamed.", param="stream", code="invalid_value"
-            )
+        if refused := _goes_alone(line.body):
+            message = f"A request of a batch has no '{refused}'."
+            told = ApiError(400, message, param=refused, code="invalid_value")
             return 400, "", msgspec.json.encode(told.body())
         for attempt in range(_TRIES):
             reply = await self._routes.ask(owner, batch.endpoint, line.body)
@@ -340,16 +339,19 @@ def _sweep(folder: Path, known: Container[str]) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _streams(body: bytes) -> bool:
-    """Tells whether a body asks for a stream; one that cannot be read is refused by its route."""
+def _goes_alone(body: bytes) -> str:
+    """The parameter by which a body asks for a reply that no batch can write; empty if none. A body that
+    cannot be read is refused by its route."""
     try:
-        return msgspec.json.decode(body, type=_Streamed).stream is True
+        asked = msgspec.json.decode(body, type=_Alone)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
+        return ""
+    return "stream" if asked.stream is True else "background" if asked.background is True else ""
 
 
-class _Streamed(msgspec.Struct):
+class _Alone(msgspec.Struct):
     stream: bool | None = None
+    background: bool | None = None
 
 
 def _said(code: str, message: str) -> JsonObject:

@@ -8,7 +8,7 @@ from coserve.serve.schema.common import Metadata, RequestBody
 from coserve.serve.schema.files import LEAST_LIFE, LONGEST_LIFE
 from coserve.serve.schema.jobs import LONGEST_ID
 
-BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
