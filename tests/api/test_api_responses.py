@@ -358,7 +358,6 @@ REFUSED: list[tuple[str, str | None, dict[str, Any]]] = [
     ("arguments", "input", {"input": [USED]}),
     ("Missing required parameter: 'input'", "input", {"input": []}),
     ("Missing required parameter: 'model'", "model", {"model": None}),
-    ("leaves out tools", "input", {"tools": [FLAT[0]]}),
     ("twice", "tools", {"tools": [FLAT[0], FLAT[0]]}),
     ("only allowed with tools", "tool_choice", {"tool_choice": "required"}),
     ("none of the tools", "tool_choice", {"tools": FLAT, "tool_choice": {"type": "function", "name": "see"}}),

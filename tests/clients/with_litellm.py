@@ -1,4 +1,4 @@
-"""LiteLLM: chats by OpenAI's and by vLLM's names, streams, tools, texts, embeddings, messages of Anthropic."""
+"""LiteLLM: chats by OpenAI's and vLLM's names, streams, tools, texts, embeddings, Anthropic's messages."""
 
 import os
 import sys
@@ -14,7 +14,10 @@ for provider in ("openai", "hosted_vllm"):
     assert answer.choices[0].message.content and answer.usage.completion_tokens > 0, answer
     pieces = list(litellm.completion(messages=asked, stream=True, **given))
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces)
-    function = {"name": "weather", "parameters": {"type": "object", "properties": {"days": {"type": "integer"}}}}
+    function = {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"days": {"type": "integer"}}},
+    }
     called = litellm.completion(
         messages=asked, tools=[{"type": "function", "function": function}], tool_choice="required", **given
     )

@@ -74,7 +74,7 @@ def encode_prompt(
     tools: Tools = (),
 ) -> list[int]:
     """Tokens of a record's chat with the generation prompt. Raises DataError where the template refuses the
-    chat or leaves out its tools."""
+    chat."""
     return _encode_asked([turn_of(message) for message in messages], tokenizer, allow_special_tokens, tools)
 
 
@@ -107,7 +107,7 @@ def encode_chat(
 ) -> tuple[list[int], list[bool]]:
     """(tokens, whether each is to be learned) of a chat: the assistant's are, but for turns of weight 0.
 
-    Raises DataError where the template refuses the chat or leaves out its tools, and TurnsRewritten where a
+    Raises DataError where the template refuses the chat, and TurnsRewritten where a
     learned turn is another one in the chat up to it.
     """
     turns: Turns = _with_roles([turn_of(message) for message in messages], tokenizer)

@@ -11,8 +11,9 @@ from coserve.text.deltas import Delta, TextDelta, merged
 from coserve.text.reasoning import CLOSING, OPENING, ReasoningReader
 from coserve.text.rendering import render_request, render_turns
 from coserve.text.tokenizer import Tokenizer
+from coserve.text.told_tools import CALLED, TOOLS
 from coserve.text.tools.format import ToolFormat
-from coserve.text.tools.formats import TOOLS, TURNS, named_format, written_format
+from coserve.text.tools.formats import named_format, written_format
 from coserve.text.tools.lark import Lark
 from coserve.text.tools.reader import CallReader
 from coserve.text.tools.tool import Tool
@@ -98,9 +99,9 @@ class Markups:
 
     @cached_property
     def _written(self) -> ToolFormat:
-        asked = render_request(self._tokenizer, TURNS[:1], TOOLS)
+        asked = render_request(self._tokenizer, CALLED[:1], TOOLS)
         try:
-            answered = render_turns(self._tokenizer, TURNS, TOOLS)
+            answered = render_turns(self._tokenizer, CALLED, TOOLS)
         except DataError as error:
             raise DataError(f"the model's chat template cannot write calls of tools: {error}") from error
         return written_format(answered, asked)

@@ -30,8 +30,8 @@ def render_request(
     is_continued: bool = False,
 ) -> str:
     """A chat with the generation prompt, or one whose last message `is_continued` up to the end of that. The
-    template reads further `variables`. Raises DataError where it refuses the chat, leaves out the tools, or
-    takes too long."""
+    template reads further `variables`. Tools that it leaves out are told in words. Raises DataError where it
+    refuses the chat or takes too long."""
     return _render("continued" if is_continued else "request", tokenizer, turns, tools, variables)[0]
 
 

@@ -8,7 +8,7 @@ import json
 import secrets
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import TemplateError, pass_eval_context
 from jinja2.exceptions import SecurityError
@@ -20,9 +20,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from coserve.errors import DataError, TurnsRewritten
+from coserve.text.told_tools import CALLED, TOOLS, told
 
 Turns = list[dict[str, Any]]
 Rendered = tuple[str, list[tuple[int, int]]]
+_SPECIAL: Final = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 
 
 def render(
@@ -41,10 +43,12 @@ def render(
     - "marked": the chat with the spans that the template marks;
     - "prefixes" with (learned, eos): the chat with the spans of the assistant's turns that are learned.
 
-    Where there are tools or calls of them, the template has to render them. Raises DataError.
+    Tools, and calls of them, that the template leaves out are told in words. Raises DataError.
     """
     chat = _Chat(template, special, turns, tools)
-    chat.check_tools()
+    if _is_told(template, bool(tools), any("tool_calls" in turn for turn in turns)):
+        turns = told(turns, tools or [])
+        chat = _Chat(template, special, turns, None)
     if what == "request":
         return chat.text(turns, True), []
     if what == "continued":
@@ -94,25 +98,6 @@ class _Chat:
             spans.append((len(asked), end_of(answered, eos)))
         return text, spans
 
-    def check_tools(self) -> None:
-        """Raises DataError where the template renders the same text without the tools or the calls of
-        them."""
-        with_calls = any("tool_calls" in turn for turn in self._turns)
-        if not self._tools and not with_calls:
-            return
-        text = self.text(self._turns, False)
-        if self._tools and text == self._render(self._turns, None, False)[0]:
-            raise DataError("the chat template leaves out tools, so they cannot be learned")
-        if not with_calls:
-            return
-        silent = [{key: value for key, value in turn.items() if key != "tool_calls"} for turn in self._turns]
-        try:
-            other = self.text(silent, False)
-        except DataError:
-            return  # a template that misses them reads them
-        if text == other:
-            raise DataError('the chat template leaves out "tool_calls", so they cannot be learned')
-
     def _render(
         self, turns: Turns, tools: list[dict[str, Any]] | None, asks: bool, marks: bool = False
     ) -> Rendered:
@@ -134,6 +119,32 @@ class _Chat:
         except Exception as error:
             # It raises what it likes, mostly a sentence on the roles it takes; all of it is about this chat.
             raise DataError(f"the chat template refuses this chat: {error}") from error
+
+
+def _is_told(template: str, has_tools: bool, has_calls: bool) -> bool:
+    """Tells whether tools and calls are told in words."""
+    if not (has_tools or has_calls):
+        return False
+    leaves_out_tools, leaves_out_calls = _left_out(template)
+    return leaves_out_calls or (has_tools and leaves_out_tools)
+
+
+@lru_cache(16)
+def _left_out(template: str) -> tuple[bool, bool]:
+    """Tells whether a template renders the same text without the tools of a chat, and without a call, or
+    refuses it."""
+    turns, tools = [dict(turn) for turn in CALLED], [dict(tool) for tool in TOOLS]
+    silent = [{key: value for key, value in turn.items() if key != "tool_calls"} for turn in turns]
+    chat = _Chat(template, _SPECIAL, turns, tools)
+    try:
+        text = chat.text(turns, False)
+        without_tools = _Chat(template, _SPECIAL, turns, None).text(turns, False)
+    except DataError:
+        return True, True
+    try:
+        return text == without_tools, text == chat.text(silent, False)
+    except DataError:
+        return text == without_tools, False  # a template that misses the call reads it
 
 
 def end_of(answered: str, eos: str | None) -> int:

@@ -113,11 +113,13 @@ def test_what_a_record_is_refused_for_later_has_its_place_too(tmp_path: Path) ->
         read_data(file, TrainingConfig(), objective, text)
     with pytest.raises(DataError, match=r"^data, example 2: the grader needs item\.answer"):
         read_data(lines, TrainingConfig(), objective, text)
-    tool = {"type": "function", "function": {"name": "f"}}
+    tokenizer = letter_tokenizer()
+    refused = "{% if messages[0].content == 'bad' %}{{ raise_exception('a bad one') }}{% endif %}"
+    tokenizer.chat_template = refused + str(tokenizer.chat_template)
     for record, name in ((CHAT, "supervised"), (PAIR, "dpo"), (LABELLED, "kto")):
-        file.write_text(f"{json.dumps(record)}\n" + json.dumps({**record, "tools": [tool]}))
-        with pytest.raises(DataError, match=r"^data\.jsonl, line 2: the chat template leaves out tools"):
-            read_data(file, TrainingConfig(), objective_of(OBJECTIVES[name]), text)
+        file.write_text(f"{json.dumps(record)}\n" + json.dumps(record).replace('"hi"', '"bad"'))
+        with pytest.raises(DataError, match=r"^data\.jsonl, line 2: the chat template refuses .*: a bad one"):
+            read_data(file, TrainingConfig(), objective_of(OBJECTIVES[name]), Text(tokenizer))
 
 
 def test_only_the_first_records_are_read(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ MARKED = (
     + "</s>{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}\n{% endfor %}"
     + ASK
 )
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+WEATHER = {"name": "weather", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": WEATHER}
 CHAT = (
     Message("user", "Ulm?"),
     Message("assistant", "", tool_calls=(ToolCall("weather", {"city": "Ulm"}, "c1"),)),
@@ -71,11 +72,17 @@ def test_turns_of_weight_0_are_read_and_not_learned(template: str | None) -> Non
     assert learned(tokenizer, [*turns[:3], Message("assistant", "d", weight=0)]) == (text, [])
 
 
-def test_a_template_that_leaves_tools_out_is_refused() -> None:
-    with pytest.raises(DataError, match="leaves out tools"):
-        encode_chat(CHAT, tokenizer_with(TURNS + ASK), tools=(TOOL,))
-    with pytest.raises(DataError, match='leaves out "tool_calls"'):
-        encode_chat(CHAT, tokenizer_with((TOOLS + TURNS + ASK).replace(CALLS, "")), tools=(TOOL,))
+def test_tools_that_a_template_leaves_out_are_told_in_words() -> None:
+    """All of them, where it leaves out the tools, the calls or what they gave, or refuses one of these."""
+    call = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+    told = (
+        f"<|user|>You can call these functions, whose parameters are JSON schemas:\n{json.dumps(WEATHER)}\n"
+    )
+    refuses = "{% for m in messages if m.tool_calls %}{{ raise_exception('no calls') }}{% endfor %}"
+    for template in (TURNS + ASK, (TOOLS + TURNS + ASK).replace(CALLS, ""), refuses + TOOLS + TURNS + ASK):
+        text, (called, _) = learned(tokenizer_with(template), CHAT, tools=(TOOL,))
+        assert text.startswith(told) and "Ulm?" in text
+        assert called.startswith(call) and "<|user|>weather returned:\nrain" in text
     with pytest.raises(DataError, match="no chat template, and only a template can render tools"):
         encode_chat(CHAT, tokenizer_with(None))
     missing = TURNS.replace("m.tool_calls or []", "m.tool_calls") + ASK

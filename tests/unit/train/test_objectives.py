@@ -170,13 +170,3 @@ def test_tools_and_calls_are_in_pairs_and_prompts() -> None:
         assert text.startswith(before + answer) and learned.startswith(answer)
     prompt = prepare_prompts([PromptRecord(asked, {}, TOOLS)], tokenizer, RegexGrader("a"))
     assert tokenizer.decode(list(prompt.examples[0].tokens)) == before
-
-
-@pytest.mark.parametrize("is_pair", [True, False])
-def test_tools_that_the_template_leaves_out_are_refused(is_pair: bool) -> None:
-    user = (Message("user", "hi"),)
-    with pytest.raises(DataError, match="example 1: the chat template leaves out tools"):
-        if is_pair:
-            prepare_pairs([PreferenceRecord(user, said("a"), said("b"), TOOLS)], letter_tokenizer())
-        else:
-            prepare_prompts([PromptRecord(user, {}, TOOLS)], letter_tokenizer(), RegexGrader("a"))

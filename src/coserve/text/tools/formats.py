@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from coserve.errors import ConfigError, DataError
 from coserve.text.deltas import joined
+from coserve.text.told_tools import ARGUMENTS, NAME, PARAMETERS, QUESTION
 from coserve.text.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from coserve.text.tools.format import ToolFormat
 from coserve.text.tools.generic import GENERIC
@@ -23,26 +24,6 @@ _ALL: Final[Sequence[ToolFormat]] = (
 )  # fmt: skip
 FORMATS: Final[Mapping[str, ToolFormat]] = MappingProxyType({one.name: one for one in _ALL})
 
-# A chat with one call, whose texts no template has.
-QUESTION: Final = "probe-question"
-_NAME: Final = "probe_function"
-_ARGUMENTS: Final = {"probe_key": "probe value"}
-_PROPERTIES: Final = {"probe_key": {"type": "string", "description": "A value."}}
-_PARAMETERS: Final = {"type": "object", "properties": _PROPERTIES, "required": ["probe_key"]}
-TOOLS: Final[Sequence[Mapping[str, Any]]] = (
-    {"type": "function", "function": {"name": _NAME, "description": "A probe.", "parameters": _PARAMETERS}},
-)
-TURNS: Final[Sequence[Mapping[str, Any]]] = (
-    {"role": "user", "content": QUESTION},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": "probe0001", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
-        ],
-    },
-)
-
 
 def named_format(name: str) -> ToolFormat:
     """The format of a setting. Raises ConfigError."""
@@ -52,15 +33,15 @@ def named_format(name: str) -> ToolFormat:
 
 
 def written_format(answered: str, asked: str) -> ToolFormat:
-    """The format that a template writes calls in, which has rendered `TURNS` as `answered`, and the first of
+    """The format that a template writes calls in, which has rendered `CALLED` as `answered`, and the first of
     them with the generation prompt as `asked`. Raises DataError where no format reads the call."""
     is_longer = answered.startswith(asked)
     answer = answered[len(asked) :] if is_longer else answered.rpartition(QUESTION)[2]
-    tools = {_NAME: Tool(_NAME, _PARAMETERS)}
+    tools = {NAME: Tool(NAME, PARAMETERS)}
     for format in _ALL:
         reader = CallReader(format, tools)
         _, _, calls = joined([*reader.push(answer), *reader.finish()])
-        if [(call.name, _value(call.arguments)) for call in calls] == [(_NAME, _ARGUMENTS)]:
+        if [(call.name, _value(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)]:
             return format
     raise DataError(
         f"the chat template writes calls of tools in none of the formats {', '.join(FORMATS)}; name the "
