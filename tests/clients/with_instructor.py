@@ -21,6 +21,6 @@ asked = [{"role": "user", "content": "How does this sound?"}]
 for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
     client = instructor.from_openai(OpenAI(base_url=f"{url}/v1", api_key="none"), mode=mode)
     found = client.chat.completions.create(
-        model=model, messages=asked, response_model=Mood, max_tokens=64, max_retries=0
+        model=model, messages=asked, response_model=Mood, max_tokens=256, max_retries=0
     )
     assert isinstance(found, Mood), (mode, found)

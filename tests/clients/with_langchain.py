@@ -1,6 +1,7 @@
 """LangChain: chats, streams, calls of tools, structured answers and embeddings."""
 
 import sys
+from typing import Literal
 
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.tools import tool
@@ -8,19 +9,19 @@ from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
 url, model = sys.argv[1:]
-common = {"model": model, "base_url": f"{url}/v1", "api_key": "none", "max_tokens": 64}
+common = {"model": model, "base_url": f"{url}/v1", "api_key": "none", "max_tokens": 256}
 chat = ChatOpenAI(**common)
 
 
 class City(BaseModel):
     """A city and the number of its people."""
 
-    name: str = Field(max_length=8)
+    name: Literal["Rome", "Ulm"]
     people: int = Field(ge=0, le=9)
 
 
 @tool
-def weather(city: str) -> str:
+def weather(city: Literal["Rome", "Ulm"]) -> str:
     """Tells the weather in a city."""
     return f"rain in {city}"
 
@@ -33,7 +34,7 @@ assert "".join(pieces), "a stream has text"
 
 called = chat.bind_tools([weather], tool_choice="weather").invoke("What is the weather?")
 (call,) = called.tool_calls
-assert call["name"] == "weather" and isinstance(call["args"]["city"], str), called
+assert call["name"] == "weather" and call["args"]["city"] in ("Rome", "Ulm"), called
 said = chat.invoke([HumanMessage("What is the weather?"), called, weather.invoke(call)])
 assert isinstance(said.content, str)
 

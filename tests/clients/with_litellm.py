@@ -14,12 +14,10 @@ for provider in ("openai", "hosted_vllm"):
     assert answer.choices[0].message.content and answer.usage.completion_tokens > 0, answer
     pieces = list(litellm.completion(messages=asked, stream=True, **given))
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces)
-    function = {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"days": {"type": "integer"}}},
-    }
+    days = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}
+    function = {"name": "weather", "parameters": days}
     called = litellm.completion(
-        messages=asked, tools=[{"type": "function", "function": function}], tool_choice="required", **given
+        messages=asked, tools=[{"type": "function", "function": function}], tool_choice="required", **{**given, "max_tokens": 256}
     )
     assert called.choices[0].message.tool_calls[0].function.name == "weather", called
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from typing import Literal
 
 from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
 from agents.models.openai_chatcompletions import OpenAIChatCompletionsModel
@@ -14,7 +15,7 @@ calls = []
 
 
 @function_tool
-def add(left: int, right: int) -> int:
+def add(left: Literal[1, 2], right: Literal[1, 2]) -> int:
     """Adds two numbers."""
     calls.append((left, right))
     return left + right
@@ -28,7 +29,7 @@ async def main() -> None:
             instructions="Add.",
             model=kind(model, client),
             tools=[add],
-            model_settings=ModelSettings(tool_choice="required", max_tokens=64),
+            model_settings=ModelSettings(tool_choice="required", max_tokens=256),
         )
         before = len(calls)
         result = await Runner.run(agent, "1 and 2?", max_turns=4)
