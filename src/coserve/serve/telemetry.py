@@ -180,10 +180,10 @@ class Telemetry:
         found = {}
         for tenant, _ in tokens.most_common(MOST_TENANTS):
             models = sorted(tenants.get(tenant, {}).items(), key=lambda item: -item[1].tokens)[:MOST_NAMES]
-            steps = list(self._steps.get(tenant, {}).items())[:MOST_NAMES]
+            jobs = list(self._steps.get(tenant, {}).items())[:MOST_NAMES]
             found[tenant] = _encode({
                 "models": {name[:_LONGEST_NAME]: [m.tokens, *m.latencies()] for name, m in models},
-                "jobs": {job: [_finite(step.loss), step.tokens, step.step] for job, step in steps},
+                "jobs": {job: [_finite(step.loss), step.tokens, step.step] for job, step in jobs},
             })  # fmt: skip
         return found
 

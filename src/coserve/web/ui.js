@@ -35,6 +35,12 @@ export function duration(seconds) {
   return `${Math.floor(seconds / size)} ${unit}${more ? ` ${more} ${rest[0]}` : ""}`;
 }
 
+const pad = (n) => String(n).padStart(2, "0");
+export function clock(unix) {
+  const at = new Date(unix * 1000);
+  return `${pad(at.getHours())}:${pad(at.getMinutes())}${at.getSeconds() ? `:${pad(at.getSeconds())}` : ""}`;
+}
+
 export const percent = (share) => `${digits(100 * share)} %`;
 export const when = (unix) => (unix ? new Date(unix * 1000).toLocaleString() : "–");
 
@@ -207,7 +213,7 @@ export function Chart({ label, x, series, height = 220, time = true, sync, log }
         width: place.current.clientWidth, height, legend: { show: false }, padding: [8, 8, 0, 0],
         cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false }, sync: sync ? { key: sync } : undefined },
         scales: { x: { time }, ...Object.fromEntries(scales.map((name) => [name, { distr: log === name ? 3 : 1, range: log === name ? undefined : (_, least, most) => [Math.min(0, least ?? 0), most > 0 ? most * 1.08 : 1] }])) },
-        axes: [{ ...axis, grid: { show: false }, size: 28 }, ...scales.slice(0, 2).map((name, side) => ({
+        axes: [{ ...axis, grid: { show: false }, size: 26, space: 64, values: time ? (_, ticks) => ticks.map(clock) : undefined }, ...scales.slice(0, 2).map((name, side) => ({
           ...axis, scale: name, side: side ? 1 : 3, size: 56, grid: side ? { show: false } : axis.grid,
           values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formats.current[name](tick))),
         }))],

@@ -18,7 +18,7 @@ export default function Health() {
       <${Figure} name="Server" value=${health.status === "ok" ? "up" : "draining"} note=${`coserve ${data.version}`} />
       <${Figure} name="Up for" value=${data.uptime === null ? duration(data.api_uptime) : duration(data.uptime)} note=${data.uptime !== null && data.uptime - data.api_uptime > 120 ? `API restarted ${duration(data.api_uptime)} ago` : undefined} />
       <${Figure} name="Engine" value=${health.engine} note=${engine && `loaded in ${duration(engine.load_seconds)}`} />
-      <${Figure} name="Engine deaths outlived" value=${engine?.deaths ?? 0} note="since the API started" hint="Answers and jobs go on in the engine that follows." />
+      <${Figure} name="Deaths outlived" value=${engine?.deaths ?? 0} note="by answers and jobs" hint="Engines that ended since the API started. Answers and jobs go on in the engine that follows." />
       <${Figure} name="Supervisor" value=${health.supervisor} note=${health.supervisor === "ready" ? "restarts what ends" : "nothing is restarted"} />
     </div>
     <div class="grid">
@@ -32,7 +32,7 @@ export default function Health() {
           <dt>Room for</dt><dd>${engine.cache_tokens.toLocaleString()} tokens in ${engine.max_running} sequences at once</dd></dl>`}
       <//>
       <${Panel} title="Memory of the processes" aside=${bytes(processes.reduce((sum, [, n]) => sum + n, 0))}>
-        <${Bar} label="Memory by process" total=${processes.reduce((sum, [, n]) => sum + n, 0)} format=${bytes} parts=${processes.map(([name, value], at) => ({ name, value, color: at + 1 }))} />
+        <${Bar} label="Memory by process" total=${processes.reduce((sum, [, n]) => sum + n, 0)} format=${bytes} parts=${processes.map(([name, value], at) => ({ name: name === "api" ? "API" : name, value, color: at + 1 }))} />
       <//>
       <${Panel} title="Disk of the state folder" aside=${`${bytes(data.disk_free)} free`}>
         <${Bar} label="Disk" total=${data.disk_total} format=${bytes} parts=${[{ name: "used", value: used, color: 6 }, { name: "kept for jobs", value: Math.min(data.disk_reserve, data.disk_free), color: 2 }]} />

@@ -53,8 +53,8 @@ export default function Now() {
       <${Figure} kind="answers" name="Answered" value="${digits(recent("answered"))} tok/s" note="${digits(recent("prompt"))} prompt tok/s" />
       <${Figure} kind="trains" name="Trained" value="${digits(recent("trained"))} tok/s" note=${`${running.filter((job) => job.status === "running").length} of your jobs run`} />
       <${Figure} name="Between tokens" value=${newest("gap") === null ? "–" : duration(newest("gap"))} note=${newest("slowest_gap") === null ? "no answers lately" : `slowest ${duration(newest("slowest_gap"))}`} />
-      <${Figure} name="First token" value=${newest("first_token") === null ? "–" : duration(newest("first_token"))} note="mean of the second" />
-      <${Figure} name="Within bounds" value=${met + missed ? percent(met / (met + missed)) : "–"} note="of answers in a minute" hint="Answers that ended within all of their latency bounds" />
+      <${Figure} name="First token" value=${newest("first_token") === null ? "–" : duration(newest("first_token"))} note="mean" />
+      <${Figure} name="Within bounds" value=${met + missed ? percent(met / (met + missed)) : "–"} note="of the last minute" hint="Answers that ended within all of their latency bounds" />
       <${Figure} name="Slack used" value=${percent(recent("deferred", 30))} note="slowdown ${digits(last.slowdown)}×" hint="Share of answers' time that training took, of those that ended in the last seconds" />
       <${Figure} name="Steps" value="${digits(recent("steps"))} /s" note="${digits(recent("fused_steps"))} /s do both" />
       <${Figure} name="Queue" value=${last.waiting} note="${last.running} run${now.places ? ` of ${now.places}` : ""}" />
@@ -103,9 +103,9 @@ function Memory({ now, last }) {
   const parts = Object.entries(now.memory ?? {}).filter(([, n]) => n).sort((a, b) => b[1] - a[1]).map(([name, value], at) => ({ name, value, color: (at % 6) + 1 }));
   const used = (now.pages ?? 0) - (now.free_pages ?? 0);
   return html`<${Panel} title="Memory and pages" aside=${now.memory_budget ? `budget ${bytes(now.memory_budget)}` : ""}><div class="stack">
-    <${Bar} label="Memory by what it is for" total=${now.memory_budget} format=${bytes} parts=${parts} />
-    <${Bar} label="Pages" total=${now.pages} parts=${[{ name: "pages in use", value: used, color: 1 }, { name: "free", value: now.free_pages ?? 0, color: 6 }]} />
-    <small>${last.adapters} adapters in memory of ${now.known ?? 0} known, ${now.pinned ?? 0} pinned${now.swap_pages ? `; ${percent(last.swap_used)} of the second tier used` : ""}.</small></div><//>`;
+    <${Bar} label="Memory by what it is for" total=${parts.reduce((sum, part) => sum + part.value, 0)} format=${bytes} parts=${parts} />
+    <${Bar} label="Pages in use" total=${now.pages} parts=${[{ name: "pages in use", value: used, color: 1 }]} />
+    <small>${now.pages ?? 0} pages; ${last.adapters} adapters in memory of ${now.known ?? 0} known, ${now.pinned ?? 0} pinned${now.swap_pages ? `; ${percent(last.swap_used)} of the second tier used` : ""}.</small></div><//>`;
 }
 
 // Tokens of the last minute by adapter and job, one's own; of others only how many.
