@@ -145,7 +145,7 @@ def test_messages_show_the_past_then_each_second_once() -> None:
             await rest is None and await anext(ann, None) is None
         )  # or pages would delay the end by seconds
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), 60))
     alone = Watched()
     alone.sample()
     assert asyncio.run(told_to(alone.told.follow(ANN)))["fields"] == list(FIELDS)
@@ -176,7 +176,7 @@ def test_everything_is_bounded() -> None:
             await one.aclose()
         assert not watched.told._viewers
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), 60))
 
 
 def test_three_viewers_cost_less_than_a_hundredth_of_a_processor() -> None:
