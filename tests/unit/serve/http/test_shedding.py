@@ -1,4 +1,4 @@
-"""Whose a request is before its key is looked up."""
+"""Requests counted by their callers, before a key is looked up."""
 
 import h11
 import pytest
