@@ -18,8 +18,8 @@ class PausedPages:
     paused_at: float
 
     def resumes_at(self, now: float) -> float:
-        """When the pages are predicted to be read again: a pause lasts as much longer as it has lasted
-        (T_INT = now - paused_at, estimated anew at each look)."""
+        """The time at which the pages are predicted to be read again: a pause lasts as much longer as it has
+        lasted (T_INT = now - paused_at, estimated anew at each look)."""
         return now + (now - self.paused_at)
 
 

@@ -143,8 +143,8 @@ class ChainRequest:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """Whatever a scheduler or an agent knows of the cluster. `links` are by sender and receiver; two workers
-    without one do not reach each other. What is `SCHEDULER` sends requests to the first block of a chain."""
+    """The cluster as a scheduler or an agent knows it. `links` are by sender and receiver; two workers
+    without one do not reach each other. The scheduler is a sender, too."""
 
     workers: Mapping[str, ClusterWorker]
     blocks: Mapping[str, ClusterBlock]

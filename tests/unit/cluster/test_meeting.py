@@ -1,4 +1,4 @@
-"""Where pages meet: against all places tried, and chunk by chunk with rates that change."""
+"""Plans of moving pages: against all places of meeting, and chunk by chunk with rates that change."""
 
 import random
 
