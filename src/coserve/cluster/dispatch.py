@@ -185,9 +185,11 @@ class Dispatch:
         nbytes = lacks * block.token_nbytes
         source = min(links, key=lambda one: links[one].seconds(nbytes), default=None)
         link = None if source is None else links[source]
-        move = PageMove(lacks, block.token_nbytes, self.settings.page, link, worker.recompute_rate)
+        move = PageMove(
+            lacks, block.token_nbytes, self.settings.page, link, worker.recompute_rate, block.input_nbytes
+        )
         plan = plan_move(move, way if link is not None else MovingPages.RECOMPUTE)
-        return (source if plan.copied else None), plan
+        return (source if plan.copied or block.input_nbytes else None), plan
 
     def _choose(
         self,

@@ -86,14 +86,16 @@ class ClusterWorker:
 @dataclass(frozen=True, slots=True)
 class ClusterBlock:
     """A block by the hash of its whole content: bytes of its weights, of the keys and values of one token in
-    it, and of one row on its way to it; its seconds by rows. `equivalents` are blocks that may stand in for
-    it, with their similarity, where a request allows that."""
+    it, and of one row on its way to it; its seconds by rows. `input_nbytes` are those of a token's input,
+    which recomputing its pages needs from who has these; 0 where the tokens themselves are enough.
+    `equivalents` are blocks that may stand in for it, with their similarity, where a request allows that."""
 
     content: str
     nbytes: int
     token_nbytes: int
     row_nbytes: int
     profile: ComputeProfile
+    input_nbytes: int = 0
     equivalents: tuple[tuple[str, float], ...] = ()
 
 

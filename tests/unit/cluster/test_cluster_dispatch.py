@@ -26,7 +26,7 @@ WORKERS = ("a", "b", "c")
 def view(*instances: BlockInstance, **used: int) -> ClusterView:
     """Three workers on two hosts, of 1,000 bytes each, with blocks of 400 bytes."""
     blocks = {
-        "x": ClusterBlock("x", 400, 2, 4, PROFILE, (("y", 0.99), ("z", 0.9))),
+        "x": ClusterBlock("x", 400, 2, 4, PROFILE, 0, (("y", 0.99), ("z", 0.9))),
         "y": ClusterBlock("y", 400, 2, 4, PROFILE),
         "z": ClusterBlock("z", 400, 2, 4, PROFILE),
     }
