@@ -57,6 +57,7 @@ class DispatchSettings:
     alike: float = 1.0
     stale: float = 1.0
     least_similarity: float = EQUIVALENT
+    loads: bool = True
 
     def __post_init__(self) -> None:
         check_range("page", self.page, 1, MOST_COUNT, int)
@@ -128,7 +129,8 @@ class Dispatch:
             contents += [other for other, similarity in block.equivalents if similarity >= least]
         for one in contents:
             for worker in view.workers:
-                if one == content or (worker, one) in view.by_place:  # an equivalent is not loaded for this
+                is_loaded = self.settings.loads and one == content  # an equivalent is not loaded for this
+                if is_loaded or (worker, one) in view.by_place:
                     estimate = self.estimate(view, request, one, worker, sender)
                     if estimate is not None and estimate.seconds < _NOWHERE:
                         yield estimate

@@ -77,9 +77,10 @@ class RowsAhead:
         self.has_come = False
 
     def came(self) -> bool:
-        """The prediction is at the block behind; tells whether that is to compute with it. One that comes
-        behind the block's own output is of no use."""
-        self.has_come = self.holds is None
+        """The prediction is at the block behind; tells whether that is to compute with it: unless it is known
+        to be wrong. One that comes behind its verification is of use where it holds, as the block's own
+        output is not sent then and would come later still."""
+        self.has_come = self.holds is not False
         return self.has_come
 
     def computed(self) -> SpeculationStep:
@@ -94,8 +95,8 @@ class RowsAhead:
         """The block itself has computed. A cosine that is no number is not near enough. A wrong prediction
         under way is waited for, such that its pages are taken back once, behind it."""
         assert self.holds is None, "an output is verified once"
-        self.holds = self.has_come and cosine >= self._accepted
-        if self.has_come and not self._is_computed:
+        self.holds = cosine >= self._accepted
+        if not self._is_computed and (self.holds or self.has_come):
             return SpeculationStep.WAIT
         return SpeculationStep.PASS_ON if self.holds else SpeculationStep.COMPUTE_AGAIN
 

@@ -187,7 +187,8 @@ class ScriptedCluster:
     def view(self) -> ClusterView:
         instances = [
             BlockInstance(
-                worker.name, content, tuple(len(self.walk(key).rows) for key in worker.queues.get(content, ())),
+                worker.name, content,
+                tuple(len(self.walk(key).rows) for key in worker.queues.get(content, ())),
                 8, 64, self.now,
                 None if worker.queues.get(content) else self.now - 100 * self.draw.random(),
             )
@@ -315,15 +316,15 @@ class ScriptedCluster:
         predicted = out if right else tuple(mixed("guess", row) for row in out)
         ahead, kept, said = RowsAhead(), (), SpeculationStep.WAIT
         events = self.draw.choice(
-            (("come", "compute", "verify"), ("come", "verify", "compute"), ("verify", "come"))
+            (("come", "compute", "verify"), ("come", "verify", "compute"), ("verify", "come", "compute"))
         )
         for event in events:
             if event == "come":
                 ahead.came()
-            elif event == "compute":
+            elif event == "compute" and ahead.has_come:
                 kept = self.rows_out(worker, walk, following, predicted)
                 said = ahead.computed()
-            else:
+            elif event == "verify":
                 said = ahead.verified(0.97 if right else 0.9)
         assert said is not SpeculationStep.WAIT
         if ahead.is_wrong:

@@ -150,6 +150,13 @@ def test_an_agent_decides_by_what_it_heard_of_lately() -> None:
     assert dispatch.choose(seen, request, "x", "c") is not None
 
 
+def test_blocks_are_loaded_where_settings_allow_it() -> None:
+    seen, request = view(at("b")), ChainRequest(1, 0, 1)
+    assert {one.worker for one in Dispatch().candidates(seen, request, "x")} == {"a", "b", "c"}
+    there = Dispatch(DispatchSettings(loads=False)).candidates(seen, request, "x")
+    assert {one.worker for one in there} == {"b"}
+
+
 def test_choices_are_those_of_all_candidates_tried() -> None:
     """The estimate written out once more, from the formulas."""
     draw = random.Random(3)

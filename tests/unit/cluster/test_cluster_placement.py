@@ -64,6 +64,9 @@ def test_chains_stay_on_a_host() -> None:
     )
     found = place_by_locality(own)
     assert found is not None and own.between_hosts(found) == 0.0
+    assert own.cost(dict.fromkeys(("p0", "p1"), "w0") | {"p2": "w1"}) == pytest.approx(0.05 * 10.0), (
+        "one host"
+    )
     packed = place_by_fragmentation(own)
     assert packed is not None and own.between_hosts(packed) > 0.0
     full = PlacementTask(own.blocks, {"w0": own.workers["w0"]}, own.traffic, own.loads, own.settings)

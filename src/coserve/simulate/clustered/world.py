@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Final
 
 from coserve.cluster.coordination import PagesCopy, redundant_copies
 from coserve.cluster.dispatch import SCHEDULER, Dispatch, DispatchEstimate, DispatchRule
@@ -27,6 +28,8 @@ _WAYS = {
     DispatchRule.RECOMPUTE_ONLY: MovingPages.RECOMPUTE,
     DispatchRule.COPY_ONLY: MovingPages.COPY,
 }
+_PATIENCE: Final = 4.0  # of a chunk of pages, in its own seconds
+_RECOVERED: Final = 0.05  # of what a rate of recomputing is below that of an idle device, at each look
 
 
 @dataclass(slots=True)
@@ -53,10 +56,9 @@ class _Device:
 
     worker: ClusterWorker
     instances: dict[str, SimulatedInstance] = field(default_factory=dict)
-    chunks: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
+    chunks: deque[tuple[float, float, Callable[[], None]]] = field(default_factory=deque)  # when, how long
     is_busy: bool = False
     computed: float = 0.0
-    turn: bool = False  # chunks and passes take turns
 
 
 class SimulatedCluster:
@@ -178,7 +180,7 @@ class SimulatedCluster:
         if found.plan is None or base >= answer.tokens:
             return self._queue(answer, found, returns=found.holds_pages)
         base -= base % self.setting.dispatch.page
-        block, worker = self.setting.blocks[found.content], self._devices[found.worker].worker
+        block, worker = self.setting.blocks[found.content], self._workers[found.worker]
         link = None if found.source is None else self._links[found.source, found.worker]
         page = self.setting.dispatch.page
         move = PageMove(
@@ -199,10 +201,14 @@ class SimulatedCluster:
 
             def recomputed() -> None:
                 meeting.recomputed(self.events.now - now)
+                record = self._workers[found.worker]
+                rate = (record.recompute_rate + count / (self.events.now - now)) / 2
+                self._workers[found.worker] = replace(record, recompute_rate=rate)
                 self._drive(meeting, answer, found)
 
             def given() -> None:
-                device.chunks.append((count / device.worker.recompute_rate, recomputed))
+                seconds = count / device.worker.recompute_rate
+                device.chunks.append((self.events.now, seconds, recomputed))
                 self._serve(device)
 
             sender = found.source or found.worker
@@ -247,13 +253,14 @@ class SimulatedCluster:
         self._serve(device)
 
     def _serve(self, device: _Device) -> None:
-        """An idle device begins the next pass, or a chunk of pages; the two take turns."""
+        """An idle device begins the next pass, or a chunk of pages where none waits; a chunk waits for
+        `_PATIENCE` times its own seconds at most, so that others' rows bear a part of it."""
         if device.is_busy:
             return
         ready = [one for one in device.instances.values() if one.first and one.ready_at <= self.events.now]
-        if device.chunks and (device.turn or not ready):
-            seconds, done = device.chunks.popleft()
-            device.turn = False
+        since, seconds, done = device.chunks[0] if device.chunks else (0.0, 0.0, None)
+        if done is not None and (not ready or self.events.now - since >= _PATIENCE * seconds):
+            device.chunks.popleft()
             self._compute(device, seconds, done)
         elif ready:
             instance = min(ready, key=lambda one: one.first.since if one.first else 0.0)
@@ -261,7 +268,6 @@ class SimulatedCluster:
             groups = len({one.group for one in taken})
             profile = self.setting.blocks[instance.content].profile
             seconds = profile.seconds(sum(one.rows for one in taken)) + (groups - 1) * self.setting.branches
-            device.turn = True
             self._compute(device, seconds, partial(self._passed, device, instance, taken))
 
     def _compute(self, device: _Device, seconds: float, done: Callable[[], None]) -> None:
@@ -310,12 +316,16 @@ class SimulatedCluster:
         now = self.events.now
         if now % self.setting.sweep < self.setting.look:
             self._sweep()
+        for device in self._devices.values():  # a rate that was low under load is tried again in time
+            record, own = self._workers[device.worker.name], device.worker.recompute_rate
+            rate = record.recompute_rate + _RECOVERED * (own - record.recompute_rate)
+            self._workers[record.name] = replace(record, recompute_rate=rate)
         if self.setting.scaling is not None:
             self._scale()
         parked, self._parked = self._parked, []
         for answer in parked:
             self._sent_on(answer)
-        if self._open or any(one.ask.at > now for one in self._answers):
+        if len(self._parked) < self._unfinished:  # else nothing will ever make room for those that wait
             self.events.at(now + self.setting.look, self._look)
 
     def _sweep(self) -> None:
