@@ -141,7 +141,7 @@ class Dispatch:
         """The estimate for one block on one worker; None for a worker that is dead, out of reach, without
         room for the request's pages or for the block, or whose queue is full."""
         block, there = view.blocks[content], view.workers[worker]
-        if not there.is_alive or not view.reaches(sender, worker):
+        if not view.reaches(sender, worker):
             return None
         lacks = request.tokens - request.held(content, worker) // self.settings.page * self.settings.page
         lacks = 0 if request.held(content, worker) == request.tokens else lacks

@@ -180,8 +180,11 @@ class ClusterView:
         }
 
     def reaches(self, sender: str, receiver: str) -> bool:
-        """Tells whether bytes can go from one to another."""
-        return sender == receiver or (sender, receiver) in self.links
+        """Tells whether bytes can go from one to another, which is alive."""
+        there = self.workers.get(receiver)
+        return (
+            there is not None and there.is_alive and (sender == receiver or (sender, receiver) in self.links)
+        )
 
     def sent_seconds(self, sender: str, receiver: str, nbytes: float) -> float:
         """Seconds in which bytes go from one to another; infinite without a link between them."""

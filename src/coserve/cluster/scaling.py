@@ -100,8 +100,7 @@ def _target(
     fitting = [
         worker
         for worker in view.workers.values()
-        if worker.is_alive
-        and (worker.name, one.content) not in view.by_place
+        if (worker.name, one.content) not in view.by_place
         and worker.name not in taking
         and view.reaches(one.worker, worker.name)
         and worker.free - block.nbytes >= settings.reserve * worker.memory
