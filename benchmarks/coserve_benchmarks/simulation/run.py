@@ -18,7 +18,14 @@ from coserve.workload.shapes import shape_named
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
-from coserve_benchmarks.simulation.papers import blockllm, fineinfer, flexllm, report, symbiosis
+from coserve_benchmarks.simulation.papers import (
+    blockllm,
+    blockllm_cluster,
+    fineinfer,
+    flexllm,
+    report,
+    symbiosis,
+)
 from coserve_benchmarks.simulation.papers.statement import PaperResult, Say
 from coserve_benchmarks.simulation.real import RealRuns
 from coserve_benchmarks.simulation.section import SECTION
@@ -28,6 +35,7 @@ PAPERS: Final[dict[str, Callable[[bool, Say], PaperResult]]] = {
     "fineinfer": fineinfer.run,
     "report": report.run,
     "blockllm": blockllm.run,
+    "cluster": blockllm_cluster.run,
     "symbiosis": symbiosis.run,
 }
 GROUPS: Final = (*PAPERS, "published", "scale", "errors")
@@ -40,6 +48,15 @@ BARS: Final[dict[str, Bar | None]] = {
     "flexllm.attainment": Bar(0.99),
     "blockllm.foundation_p95": Bar(0.75, at_most=True),
     "blockllm.foundation_throughput": Bar(1.5),
+    "cluster.dispatch.vs_least_busy": Bar(0.9, at_most=True),
+    "cluster.dispatch.vs_recompute_only": Bar(0.8, at_most=True),
+    "cluster.vs_per_model.throughput": Bar(1.71),
+    "cluster.vs_per_model.p95": Bar(0.665, at_most=True),
+    "cluster.vs_parameter_sharing": Bar(1.46),
+    "cluster.locality.transfer_bytes": Bar(0.7, at_most=True),
+    "cluster.scaling": Bar(1.3),
+    "cluster.speculation.p50": Bar(0.95, at_most=True),
+    "cluster.kv.meet.vs_best_of_both": Bar(0.75, at_most=True),
     "events_per_second": None,
     "scheduler.growth": Bar(1.0, at_most=True),
 }

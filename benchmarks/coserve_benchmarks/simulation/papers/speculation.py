@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, count, pairwise
 from typing import Final
 
+from coserve.cluster.speculation import RowsAhead, SpeculationStep
 from coserve.core.plan import BasePlan, InferenceSegment
 from coserve.core.sequence import Span
 from coserve.simulate.counting import PlanCounter
@@ -54,15 +55,6 @@ class ChainFigures:
     rate: float
 
 
-class _Prediction:
-    """A token's predicted output of the bottleneck: whether it has come to the next block, whether that has
-    computed with it, and whether it is of use; None as long as that is not known."""
-
-    def __init__(self) -> None:
-        self.has_come = self.is_computed = False
-        self.holds: bool | None = None
-
-
 class Chain:
     """Plays answers on blocks of given seconds, between which a row takes `sent` seconds."""
 
@@ -90,7 +82,7 @@ class Chain:
     def _come(self, block: int, answer: int, left: int) -> None:
         """A row comes to a block, with `left` tokens of its answer to make."""
         if block == BOTTLENECK and self._speculation is not None:
-            prediction = _Prediction()
+            prediction = RowsAhead()
             quick = self._seconds(block, 1) / self._speculation.speedup  # in a stream of its own
             self._at(self._now + quick + self._sent, partial(self._go_ahead, prediction, answer, left))
             self._compute(block, partial(self._verify, prediction, answer, left))
@@ -106,25 +98,25 @@ class Chain:
         else:
             self._ends[answer] = self._now
 
-    def _go_ahead(self, prediction: _Prediction, answer: int, left: int) -> None:
+    def _go_ahead(self, prediction: RowsAhead, answer: int, left: int) -> None:
         """A predicted row comes to the block behind the bottleneck."""
-        if prediction.holds is None:
-            prediction.has_come = True
+        if prediction.came():
             self._compute(BOTTLENECK + 1, partial(self._went_ahead, prediction, answer, left))
 
-    def _went_ahead(self, prediction: _Prediction, answer: int, left: int) -> None:
-        prediction.is_computed = True
-        if prediction.holds:
-            self._leave(BOTTLENECK + 1, answer, left)
+    def _went_ahead(self, prediction: RowsAhead, answer: int, left: int) -> None:
+        self._go_on(prediction.computed(), answer, left)
 
-    def _verify(self, prediction: _Prediction, answer: int, left: int) -> None:
+    def _verify(self, prediction: RowsAhead, answer: int, left: int) -> None:
         """The bottleneck has computed what was predicted."""
         assert self._speculation is not None, "there is a prediction"
-        prediction.holds = prediction.has_come and self._draw.random() < self._speculation.right
-        if not prediction.holds:
-            self._leave(BOTTLENECK, answer, left)
-        elif prediction.is_computed:
+        cosine = 1.0 if self._draw.random() < self._speculation.right else 0.0
+        self._go_on(prediction.verified(cosine), answer, left)
+
+    def _go_on(self, step: SpeculationStep, answer: int, left: int) -> None:
+        if step is SpeculationStep.PASS_ON:
             self._leave(BOTTLENECK + 1, answer, left)
+        elif step is SpeculationStep.COMPUTE_AGAIN:
+            self._leave(BOTTLENECK, answer, left)
 
     def _compute(self, block: int, then: Callable[[], None]) -> None:
         self._lines[block].append(then)
