@@ -168,7 +168,8 @@ FILES: Final[Mapping[str, Callable[[Path], None]]] = {
         "type": "string_check", "name": "same", "operation": "eq", "input": "{{sample.output_text}}",
         "reference": "{{item.reference}}"})),
     "jobs.json": lambda file: _write(file, json.dumps({
-        "object": "fine_tuning.job", "id": "ftjob-abc", "model": "gpt-4.1-mini", "training_file": "file-abc123",
+        "object": "fine_tuning.job", "id": "ftjob-abc", "model": "gpt-4.1-mini",
+        "training_file": "file-abc123",
         "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}}})),
     "file-abc123.jsonl": _chats,
     "lines.jsonl": _records({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*words: str | Path, environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-    """What a command prints; fails where it does."""
+    """Runs a command and returns its output. Fails where the command does."""
     ran = subprocess.run(
         [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True,
         timeout=INSTALLING,
@@ -52,7 +52,11 @@ def test_the_wheel_has_what_runs_and_nothing_else(wheel: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {name for name in names if ".dist-info/" not in name} == inside
-    for folder, suffix in (("tiny/weights", ".safetensors"), ("serve/store/migrations", ".py"), ("kernels/native", ".c")):
+    for folder, suffix in (
+        ("tiny/weights", ".safetensors"),
+        ("serve/store/migrations", ".py"),
+        ("kernels/native", ".c"),
+    ):
         assert any(name.startswith(f"coserve/{folder}/") and name.endswith(suffix) for name in names), folder
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
@@ -72,11 +76,15 @@ def test_it_is_installed_into_an_empty_environment_and_used(wheel: Path, tmp_pat
     homes = {f"XDG_{kind}_HOME": str(tmp_path / kind.lower()) for kind in ("DATA", "CONFIG", "CACHE")}
     environment = {**own, **homes, "HF_HUB_OFFLINE": "1", "COSERVE_ENGINE_CALIBRATE": "false"}
     coserve = place / "bin" / "coserve"
-    found = run(place / "bin" / "python", "-c", "import coserve; print(coserve.__file__)", environment=environment)
+    found = run(
+        place / "bin" / "python", "-c", "import coserve; print(coserve.__file__)", environment=environment
+    )
     assert Path(found.strip()).is_relative_to(place)
 
     figures = tmp_path / "demo.json"
-    run(coserve, "demo", "--quiet", "--seconds", "4", "--json", figures, environment=environment, cwd=tmp_path)
+    run(
+        coserve, "demo", "--quiet", "--seconds", "4", "--json", figures, environment=environment, cwd=tmp_path
+    )
     assert [way["name"] for way in json.loads(figures.read_text())["ways"]][:2] == ["alone", "coserve"]
 
     FILES["train.jsonl"](tmp_path / "train.jsonl")

@@ -1,9 +1,8 @@
-"""An operator who comes from 0.1.0: a state folder that its server wrote is opened by this version, and all of it
-is there.
+"""An operator who comes from 0.1.0: this version opens a state folder that the old server wrote, whole.
 
-`data/state-0.1.0.tar.xz` is the folder of `coserve serve` of commit 7f5ac3e7 (database shape 0001), without its
-logs: a tenant with a key, two uploads, a finished job with its result file, a paused one with its training state, a
-cancelled one, and two adapters, one of which was imported. The base was at /opt/coserve-0.1.0.
+`data/state-0.1.0.tar.xz` is the folder of `coserve serve` of commit 7f5ac3e7 (database shape 0001), without
+logs: a tenant with a key, two uploads, a finished job with its result file, a paused one with its training
+state, a cancelled one, and two adapters, one of them imported. The base was at /opt/coserve-0.1.0.
 """
 
 import sqlite3
@@ -24,7 +23,16 @@ FIXTURE = Path(__file__).with_name("data") / "state-0.1.0.tar.xz"
 KEY = "sk-coserve-vSscWZlGZIvOvXr4AciGW_Acc0WO-TPz0qJ1ragz-IA"
 MODEL, OPEN = "ft:coserve-tiny:alice:done:WPAnjjwo", "ftjob-5NbAfQxHhEXlGwx4WRCqjORk"
 PROMPT, ANSWER = "Mira lives in a lighthouse. She", " all day when Semp lost a kite."
-COUNTS = {"news": 1, "tenants": 2, "files": 3, "jobs": 3, "keys": 1, "adapters": 2, "checkpoints": 4, "events": 64}
+COUNTS = {
+    "news": 1,
+    "tenants": 2,
+    "files": 3,
+    "jobs": 3,
+    "keys": 1,
+    "adapters": 2,
+    "checkpoints": 4,
+    "events": 64,
+}
 
 
 @pytest.fixture
@@ -75,7 +83,7 @@ def desk(state: Path, tmp_path: Path) -> Iterator[Desk]:
 
 @pytest.mark.slow
 def test_a_server_goes_on_with_what_the_old_one_left(desk: Desk, state: Path) -> None:
-    """The key is in force, both adapters answer as they did, and the paused job goes on from its checkpoint."""
+    """The key is in force, both adapters answer as they did, and the paused job goes on from where it was."""
     desk.run(f"coserve serve --state {state}")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{desk.url}/v1", api_key="none").models.list()

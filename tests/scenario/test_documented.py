@@ -42,20 +42,22 @@ NOT_RUN: Final = {
 }
 # Blocks that take more than a few seconds: engines that start, or plans of whole models.
 SLOW: Final = {
-    "first-adapter-4", "from-peft-1", "from-peft-2", "from-unsloth-1", "from-vllm-1", "memory-1", "policies-1", "policies-2", "privacy-1", "simulate-1", "simulate-2", "simulate-3", "split-1",
-    "split-2", "split-3", "split-4", "split-5", "split-6", "split-7", "split-8", "split-9", "training-2", "two-machines-1", "two-machines-2", "two-machines-3",
-    "zoo-1", "zoo-2", "zoo-3",
+    "first-adapter-4", "from-peft-1", "from-peft-2", "from-unsloth-1", "from-vllm-1", "memory-1",
+    "policies-1", "policies-2", "privacy-1", "simulate-1", "simulate-2", "simulate-3", "split-1", "split-2",
+    "split-3", "split-4", "split-5", "split-6", "split-7", "split-8", "split-9", "training-2",
+    "two-machines-1", "two-machines-2", "two-machines-3", "zoo-1", "zoo-2", "zoo-3",
 }  # fmt: skip
 # Blocks that another test runs as they are written.
 ELSEWHERE: Final = dict.fromkeys(
     ("operating-6", "operating-7", "operating-8"), "tests/newcomers/test_operator.py"
 )
 CHECKED: Final = ("ini", "dockerfile", "nginx")  # tags of files, which tests below look at
-# Commands before a block: executors that it calls, which its page has started before, or models in a zoo.
-CLIENT: Final = re.compile(  # commands that ask a server
-    r"coserve (finetune|chat|jobs|import|adapters import) (?!.*--base)|127\.0\.0\.1:8000|\.venv/bin/coserve serve$",
+CLIENT: Final = re.compile(  # what asks a server
+    r"coserve (finetune|chat|jobs|import|adapters import) (?!.*--base)|127\.0\.0\.1:8000|"
+    r"\.venv/bin/coserve serve$",
     re.MULTILINE,
 )
+# Commands before a block: executors that it calls, which its page has started before, or models in a zoo.
 EXECUTOR: Final = "coserve executor path/to/model --listen"
 OWN: Final = f"COSERVE_EXECUTOR_KEY= {EXECUTOR} unix:/run/base.sock"  # which needs no key
 BEFORE: Final = {

@@ -1,4 +1,4 @@
-"""The diagrams of the documentation, drawn by code: `python -m coserve_benchmarks.site.diagrams docs/pictures`.
+"""The diagrams of the documentation: `python -m coserve_benchmarks.site.diagrams docs/pictures` draws them.
 
 Each has colors for light and for dark pages, and a ground of its own, so it can be read on either.
 """

@@ -1,5 +1,5 @@
-"""Hooks of mkdocs: the README is the first page, pages of reference are made from the code, and links that lead
-out of `docs` lead to the pages that stand for what is there."""
+"""Hooks of mkdocs. The README is the first page, pages of reference are made from the code, and links out of
+`docs` lead to the pages that stand for what is there."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from coserve_benchmarks.site.reference import pages
 ROOT: Final = Path(__file__).parents[3]
 # Files of the repository's root that are pages of the site, and their addresses there.
 TAKEN: Final = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-_LINK: Final = re.compile(r"\]\(((?!https?:|#)[^)#\s]+)(#[^)\s]*)?\)")
+_LINK: Final = re.compile(r"\[([^\[\]]*)\]\(((?!https?:|#)[^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -31,13 +31,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     source = ROOT / taken[place] if place in taken else Path(config.docs_dir) / place
 
     def mended(link: re.Match[str]) -> str:
-        target = (source.parent / link[1]).resolve()
-        name = target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else link[1]
+        target = (source.parent / link[2]).resolve()
+        name = target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else link[2]
         if name in TAKEN:
             name = f"docs/{TAKEN[name]}"
         if not name.startswith("docs/"):  # a file of the sources, which the site does not have
-            return f'](index.md "{name}, in the repository")' if target.exists() else link[0]
+            return link[1] if target.exists() else link[0]
         depth = "../" * place.count("/")
-        return f"]({depth}{name.removeprefix('docs/')}{link[2] or ''})"
+        return f"[{link[1]}]({depth}{name.removeprefix('docs/')}{link[3] or ''})"
 
     return _LINK.sub(mended, markdown)

@@ -51,10 +51,8 @@ def commands() -> str:
         options = [one for one in command.params if isinstance(one, TyperOption) and not one.hidden]
         arguments = [one for one in command.params if one.param_type_name == "argument"]
         for argument in arguments:
-            lines += [
-                f"`{argument.metavar or (argument.name or '').upper()}`: {getattr(argument, 'help', '') or ''}",
-                "",
-            ]
+            name = argument.metavar or (argument.name or "").upper()
+            lines += [f"`{name}`: {getattr(argument, 'help', '') or ''}", ""]
         if options:
             lines += ["| option | |", "|---|---|"]
             lines += [f"| {_option(one)} | {_cell(one.help or '')} |" for one in options]
