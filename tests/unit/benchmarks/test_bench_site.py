@@ -66,6 +66,12 @@ def test_the_reference_has_every_setting_flag_metric_and_endpoint() -> None:
     assert endpoints.count("\n| `") == sum(len(route.methods) for route in reference.served())
 
 
+def test_each_release_has_at_most_sixty_lines_of_changes() -> None:
+    releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    assert [one.split()[0] for one in releases[:2]] == ["Unreleased", "0.2.0"]
+    assert all(len(one.splitlines()) <= 60 for one in releases[1:])
+
+
 class _Addresses(HTMLParser):
     """Addresses of what a page of the site loads by itself."""
 
