@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow browser pictures check bench gpu tiny install dev clean
+.PHONY: demo test slow browser pictures check bench docs wheel gpu tiny install dev clean
 
 demo: install
 	@mkdir -p build
@@ -33,6 +33,14 @@ check: dev
 	$(BIN)/ruff check src benchmarks tests examples
 	$(BIN)/ruff format --check src benchmarks tests examples
 	$(BIN)/mypy
+
+# The site of the documentation, in build/site: opened from the folder, or put behind any web server. A broken
+# link or anchor is an error. Nothing is fetched from a network.
+docs: dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+wheel: dev
+	$(BIN)/python -m build --wheel --no-isolation
 
 bench: dev
 	$(BIN)/coserve bench engine --json docs/results/engine.json

@@ -36,7 +36,10 @@ from waiting import wait_until
 from whole_server import PATIENCE, RUN
 
 ROOT: Final = Path(__file__).parents[1]
-PAGES: Final = (ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "LOG.md"}))
+PAGES: Final = (
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted(set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "LOG.md"}),
+)
 SHELL, PYTHON, SHOWN = ("", "sh"), "python", "text"  # tags of blocks; what is shown is nothing to run
 ASSIGNED: Final = re.compile(r"(export )?\w+=(\$\(.*\)|\S*)")
 SERVICE: Final = re.compile(r"\bcoserve (serve|executor) (?!.*--show-config)|\bcoserve serve$")
@@ -64,7 +67,11 @@ class Block:
 
     @property
     def name(self) -> str:
-        return f"{Path(self.page).stem}-{self.number}"
+        place = Path(self.page)
+        inside = (
+            "results-" if place.parent.name == "results" else ""
+        )  # where pages of docs have the same names
+        return f"{inside}{place.stem}-{self.number}"
 
     def commands(self) -> list[str]:
         """Lines of a shell, joined where they go on, without comments and optional parts in brackets."""
@@ -160,6 +167,13 @@ FILES: Final[Mapping[str, Callable[[Path], None]]] = {
     "grader.json": lambda file: _write(file, json.dumps({
         "type": "string_check", "name": "same", "operation": "eq", "input": "{{sample.output_text}}",
         "reference": "{{item.reference}}"})),
+    "jobs.json": lambda file: _write(file, json.dumps({
+        "object": "fine_tuning.job", "id": "ftjob-abc", "model": "gpt-4.1-mini",
+        "training_file": "file-abc123",
+        "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}}})),
+    "file-abc123.jsonl": _chats,
+    "lines.jsonl": _records({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {
+        "model": "coserve-tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello!"}]}}),
     "questions.txt": lambda file: _write(file, "the cats sat on the mats, and ate. " * 80),
     "conversations.csv": _arrivals,
     "adapters/support": _adapter,

@@ -11,16 +11,23 @@ from typing import Final
 
 import pytest
 
-from documented import PYTHON, ROOT, SHELL, SHOWN, Block, Desk, blocks
+from documented import PYTHON, ROOT, SERVICE, SHELL, SHOWN, Block, Desk, blocks
 
 SERVE: Final = ".venv/bin/coserve serve"  # the README's first, whose server all snippets with a client ask
-# Commands that do not run here, by page and beginning, with the reason.
+# Commands that do not run here, by page or folder, and beginning, with the reason.
 NOT_RUN: Final = {
     ("README.md", "make demo"): "makes a virtual environment, from a network",
     ("README.md", "make test"): "runs this test",
     ("README.md", ".venv/bin/coserve serve Qwen/"): "needs a network",
-    ("README.md", ".venv/bin/coserve demo"): "minutes; tests/unit/demo runs it with less",
-    ("README.md", ".venv/bin/coserve bench"): "minutes each; tests/unit/benchmarks runs parts of each",
+    ("CONTRIBUTING.md", "make "): "an environment, or what runs this test",
+    ("docs/results/", ".venv/bin/coserve demo"): "minutes; tests/unit/demo runs it with less",
+    ("docs/results/", "coserve demo"): "minutes; tests/unit/demo runs it with less",
+    ("docs/results/", ".venv/bin/coserve bench"): "minutes each; tests/unit/benchmarks runs parts of each",
+    ("docs/results/", "coserve bench"): "minutes each; tests/unit/benchmarks runs parts of each",
+    ("docs/results/", "python -m coserve.demo.page"): "writes a page of docs",
+    ("docs/results/", "coserve plan gpt2"): "needs a network",
+    ("docs/results/", "pytest "): "tests, some of hours",
+    ("docs/results/", "COSERVE_"): "tests, some of hours",
     (
         "docs/gpu.md",
         "make gpu",
@@ -35,15 +42,21 @@ NOT_RUN: Final = {
 }
 # Blocks that take more than a few seconds: engines that start, or plans of whole models.
 SLOW: Final = {
-    "memory-1", "policies-1", "policies-2", "privacy-1", "simulate-1", "simulate-2", "simulate-3", "split-1",
-    "split-2", "split-3", "split-4", "split-5", "split-6", "split-7", "split-8", "split-9", "training-2",
-    "zoo-1", "zoo-2", "zoo-3",
+    "first-adapter-4", "from-peft-1", "from-peft-2", "from-unsloth-1", "from-vllm-1", "memory-1",
+    "policies-1", "policies-2", "privacy-1", "simulate-1", "simulate-2", "simulate-3", "split-1", "split-2",
+    "split-3", "split-4", "split-5", "split-6", "split-7", "split-8", "split-9", "training-2",
+    "two-machines-1", "two-machines-2", "two-machines-3", "zoo-1", "zoo-2", "zoo-3",
 }  # fmt: skip
 # Blocks that another test runs as they are written.
 ELSEWHERE: Final = dict.fromkeys(
     ("operating-6", "operating-7", "operating-8"), "tests/newcomers/test_operator.py"
 )
 CHECKED: Final = ("ini", "dockerfile", "nginx")  # tags of files, which tests below look at
+CLIENT: Final = re.compile(  # what asks a server
+    r"coserve (finetune|chat|jobs|import|adapters import) (?!.*--base)|127\.0\.0\.1:8000|"
+    r"\.venv/bin/coserve serve$",
+    re.MULTILINE,
+)
 # Commands before a block: executors that it calls, which its page has started before, or models in a zoo.
 EXECUTOR: Final = "coserve executor path/to/model --listen"
 OWN: Final = f"COSERVE_EXECUTOR_KEY= {EXECUTOR} unix:/run/base.sock"  # which needs no key
@@ -58,6 +71,7 @@ BEFORE: Final = {
     "split-4": (OWN,),
     "split-6": tuple(f"{EXECUTOR} tcp:10.0.0.{4 + n}:7000 --shard {n}/2 --dtype float32" for n in (1, 2)),
     "split-9": (f"{EXECUTOR} tls:0.0.0.0:7000 --tls-cert cert.pem --tls-key key.pem --dtype float32",),
+    "two-machines-4": (f"{EXECUTOR} tcp:10.0.0.5:7000",),
     "zoo-3": (
         "coserve zoo add coserve-tiny",
         "coserve zoo add ./my-full-fine-tune --parent coserve-tiny --name mine",
@@ -67,7 +81,7 @@ BEFORE: Final = {
 
 def excuse(page: str, command: str) -> tuple[str, str] | None:
     """The entry of a command that is not run."""
-    return next((key for key in NOT_RUN if key[0] == page and command.startswith(key[1])), None)
+    return next((key for key in NOT_RUN if page.startswith(key[0]) and command.startswith(key[1])), None)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +102,8 @@ def desk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Desk]:
     """A desk of its own, on whose port the server is unless the block starts services itself."""
     block: Block = request.getfixturevalue("block")
     asks = block.tag == PYTHON and ("client" in block.text or "tinker" in block.text)
-    asks |= SERVE in block.commands() or any(one.startswith("coserve finetune") for one in block.commands())
+    served = [one for one in block.commands() if one != SERVE and SERVICE.search(one)]
+    asks |= block.tag in SHELL and not served and CLIENT.search(block.text) is not None
     ports = request.getfixturevalue("server").ports if asks and block.name not in BEFORE else None
     made = Desk(tmp_path, ports, COSERVE_EXECUTOR_KEY="secret")
     try:

@@ -73,7 +73,7 @@ _LARGE = (
 )
 
 
-_ROOMS: Final = (
+ROOMS: Final = (  # what has routes, but for those of Tinker
     *(chat, stored_chats, completions, embeddings, anthropic, responses, conversations, models, adapters),
     *(
         transfers,
@@ -110,7 +110,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     )
     app.state.coserve, settings = state, state.settings
     errors.install(app)
-    for room in _ROOMS:
+    for room in ROOMS:
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     app.state.responses = ResponseRuns(state)
