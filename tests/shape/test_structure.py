@@ -41,6 +41,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"zoo"}),
     frozenset({"executors"}),
     frozenset({"worker"}),
+    frozenset({"cluster"}),
     frozenset({"engine"}),
     frozenset({"plan", "simulate"}),
     frozenset({"tiny", "demo", "serve"}),
