@@ -18,7 +18,8 @@ def hosts(folder: Path, count: int = 3, **settings: Any) -> Iterator[list[BlockH
     """Workers that listen at unix sockets in a folder."""
     folder.mkdir(exist_ok=True)
     found = [
-        BlockHost(f"unix:{folder}/{number}", KEY.encode(), Path, **settings).start() for number in range(count)
+        BlockHost(f"unix:{folder}/{number}", KEY.encode(), Path, **settings).start()
+        for number in range(count)
     ]
     try:
         yield found
@@ -42,4 +43,4 @@ def cluster_engine(model: Path, workers: list[str], monkeypatch: Any, **settings
     try:
         yield engine
     finally:
-        front_of(engine).close()
+        front_of(engine).fleet.close()

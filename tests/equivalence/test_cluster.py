@@ -2,17 +2,19 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_training import make_examples
 
 from clusters import cluster_engine, front_of, hosts
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
-from coserve.cluster.front import HostedBlock, SequenceRows
 from coserve.cluster.host import BlockHost
+from coserve.cluster.hosted import HostedBlock, SequenceRows
 from coserve.engine.completion import Completion
 from coserve.errors import NotOffered
 from models import prompts, save, tiny, with_lora
@@ -74,6 +76,14 @@ def wanted(folders: dict[str, Path]) -> list[Completion]:
     return ask(Engine(folders["model"], EngineConfig(calibrate=False, cache_tokens=120, **SETTINGS)), folders)
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Waits until something holds that other threads do."""
+    until = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
 class EverElsewhere:
     """Sends the rows of each pass to other instances than the one before."""
 
@@ -81,7 +91,7 @@ class EverElsewhere:
         self._turn = itertools.count()
 
     def __call__(
-        self, rows: SequenceRows, candidates: Sequence[HostedBlock], page_size: int
+        self, rows: SequenceRows, before: HostedBlock | None, candidates: Sequence[HostedBlock], *_: Any
     ) -> HostedBlock:
         ordered = sorted(candidates, key=lambda one: one.number)
         return ordered[next(self._turn) % len(ordered)]
@@ -96,13 +106,13 @@ def test_three_workers_answer_as_one_process(
         with cluster_engine(folders["model"], addresses, monkeypatch, cache_tokens=120, **SETTINGS) as engine:
             check_equal(ask(engine, folders), wanted)
             assert engine.scheduler.stats.preemptions, "pages run out"
-            assert front_of(engine).status() == {address: [n] for n, address in enumerate(addresses)}
+            assert front_of(engine).fleet.status() == {address: [n] for n, address in enumerate(addresses)}
             with pytest.raises(NotOffered, match="fine-tuning is not offered"):
-                engine.finetune([{"prompt": [1, 2], "completion": [3]}], "mine", LoRAConfig(rank=2))
+                engine.finetune(make_examples("llama", 2), "mine", LoRAConfig(rank=2))
             engine.adapters.unload("one")
             engine.run()
-            loaded = {len(one.block.loaded) for host in workers for one in host._instances.values()}
-            assert loaded == {1}, "an adapter that is gone is so everywhere"
+            blocks = [one.block for host in workers for one in host._instances.values()]
+            wait_until(lambda: {len(one.loaded) for one in blocks} == {1})  # gone everywhere
 
 
 def test_pages_follow_when_rows_go_elsewhere_in_every_step(
@@ -115,6 +125,11 @@ def test_pages_follow_when_rows_go_elsewhere_in_every_step(
         with cluster_engine(folders["model"], addresses, monkeypatch, **settings) as engine:
             front = front_of(engine)
             front.choose = EverElsewhere()
+            # As if links were as slow as products, of which a tiny model has few.
+            monkeypatch.setattr(
+                "coserve.cluster.front.link_rate",
+                lambda _, one, __: one.loaded.page_nbytes / 8 * (one.rate or 1e3),
+            )
             check_equal(ask(engine, folders), wanted)
             assert front.copied > 100 and front.recomputed > 0
 
@@ -122,8 +137,8 @@ def test_pages_follow_when_rows_go_elsewhere_in_every_step(
 def test_a_worker_dies_in_mid_answer(
     folders: dict[str, Path], wanted: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One with the only instance of a block, whose pages nobody else has; then one of those that took over. One
-    that comes back is used again."""
+    """One with the only instance of a block, whose pages nobody else has; then one of those that took over.
+    One that comes back is used again."""
     with hosts(tmp_path / "w") as workers:
         addresses = [worker.address for worker in workers]
         with cluster_engine(folders["model"], addresses, monkeypatch, cache_tokens=120, **SETTINGS) as engine:

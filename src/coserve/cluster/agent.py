@@ -32,8 +32,8 @@ class QueuedRows(Generic[Item]):
 
 
 class AgentQueue(Generic[Item]):
-    """Rows that wait for one block instance, which passes `batch_rows` at once at most, but for rows that came
-    together and are more. `countdown` and `patience` are in seconds."""
+    """Rows that wait for one block instance, which passes `batch_rows` at once at most, but for rows that
+    came together and are more. `countdown` and `patience` are in seconds."""
 
     def __init__(
         self, batch_rows: int = BATCH_ROWS, countdown: float = COUNTDOWN, patience: float = PATIENCE

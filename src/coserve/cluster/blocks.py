@@ -84,8 +84,8 @@ def files_digest(folder: Path) -> str:
 def load_block(
     folder: Path, span: range, dtype: torch.dtype | str, device: str | torch.device
 ) -> tuple[Base, str]:
-    """Loads and proves the layers of a span, of all tensors in the model's files theirs alone; and the block's
-    content hash. Raises ModelError and UnsupportedModel."""
+    """Loads and proves the layers of a span, of all tensors in the model's files theirs alone; and the
+    block's content hash. Raises ModelError and UnsupportedModel."""
     base, digest = _load(folder, BlockCut(span), dtype, device)
     refused = {
         "the states of its recurrent layers stay in one process": bool(base.mixers),
@@ -125,7 +125,9 @@ def _load(
             model = model.to(device=where)
         base = drive(make_base(model, layers, origin, cell))
         base.modules, base.parameters = cut.modules, cut.parameters
-        base.frozen = BlockParameters(HeldParameters(model, base.chain, where), lambda path: _is_here(model, path))
+        base.frozen = BlockParameters(
+            HeldParameters(model, base.chain, where), lambda path: _is_here(model, path)
+        )
         return base, digest
 
 

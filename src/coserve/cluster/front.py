@@ -1,145 +1,39 @@
-"""The scheduler's side of a cluster: which worker has which block, who holds whose pages, and the way of rows.
+"""The way of a pass's rows through the blocks of a cluster.
 
-Each block of a base has instances on one worker or several. A sequence's rows go to those that hold its pages;
-where one lacks some, they are copied from another, recomputed from the front, or both until they meet
-(BlockLLM, 5.1). Whatever is lost with a worker is loaded and computed again elsewhere: no request fails for it.
+A sequence's rows go to the instances that dispatch chooses, owners of its pages first (BlockLLM, 5.3). Where
+one lacks pages, they are copied from another, recomputed from the front, or both until they meet (5.1).
+Whatever is lost with a worker is loaded and computed again elsewhere: no request fails for it.
 
-What an instance holds is counted page by page, with the tokens that are in each: a page whose bytes nobody has
-confirmed is not read.
+What an instance holds is counted page by page, with the tokens that are in each: a page whose bytes nobody
+has confirmed is not read.
 """
 
 import itertools
-import logging
 import queue
-import threading
 import time
-import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from coserve.adapters.sites import Site
-from coserve.cluster.blocks import decode_sites, encode_sites
+from coserve.cluster.choosing import ChooseInstance, LiveDispatch, link_rate
+from coserve.cluster.fleet import Fleet
+from coserve.cluster.hosted import HostedBlock, Outcomes, SequenceRows
 from coserve.cluster.meeting import Meeting, MovingPages, PageMove
-from coserve.cluster.messages import (
-    BlockLoaded,
-    CancelRows,
-    CloseBlock,
-    CopyPages,
-    DropVersions,
-    HoldAdapter,
-    Hop,
-    LoadBlock,
-    PassRows,
-    ReadFrozen,
-    RowsFailed,
-    RowsPassed,
-    RowSegment,
-    TellSites,
-)
+from coserve.cluster.messages import CopyPages, Hop, PassRows, RowSegment, RowsPassed
 from coserve.cluster.records import ClusterLink
-from coserve.cluster.remote import WorkerLink, error_in
-from coserve.core.sequence import stage_spans
-from coserve.errors import (
-    ConfigError,
-    CoserveError,
-    ModelError,
-    RequestError,
-    Unreachable,
-    WeightsUnreadable,
-)
+from coserve.errors import CoserveError, Unreachable, WeightsUnreadable
 
-_log = logging.getLogger(__name__)
-_BEAT: Final = 1.0  # seconds between signs of life, and between attempts to reach a worker
-_AVOIDED: Final = 30.0  # seconds in which rows do not use a link that has failed
 _ATTEMPTS: Final = 8  # of a pass while workers are lost; then the plan waits
 _CHUNK: Final = 128  # tokens of a piece of pages that are brought
-_RATE: Final = 1e8  # bytes a second of a link that nobody has measured, and
-_RECOMPUTED: Final = 1e3  # tokens a second of recomputing
-# A number with its outcome and tensors; None where a worker was lost.
-Outcomes: TypeAlias = "queue.SimpleQueue[tuple[int, RowsPassed | RowsFailed | None, list[Tensor]]]"
+_RECOMPUTED: Final = 1e3  # tokens a second of recomputing before any are measured
 
 
 class _Again(Exception):
     """A worker or a link was lost; what was under way has to be done again."""
-
-
-@dataclass(frozen=True, eq=False)
-class SequenceRows:
-    """Rows of one sequence in a pass: `length` of them after `context` positions, whose keys and values are in
-    `pages`. `embedded` gives the embeddings [count, width] of its tokens from a position on."""
-
-    key: int
-    length: int
-    context: int
-    pages: Sequence[int]
-    adapter: str
-    goes_on: bool
-    embedded: Callable[[int, int], Tensor]
-
-
-@dataclass(eq=False)
-class HostedBlock:
-    """An instance on a worker. `filled` has the pages that are clean there, with the tokens in each."""
-
-    number: int
-    block: int
-    worker: WorkerLink
-    loaded: BlockLoaded
-    filled: dict[int, int] = field(default_factory=dict)
-    rows: int = 0  # on their way there
-    rate: float = 0.0  # rows a second, as last measured
-
-    def lacking(self, pages: Sequence[int], tokens: int, page_size: int) -> list[int]:
-        """Places in `pages` of those that lack some of so many tokens."""
-        return [
-            place
-            for place in range(-(-tokens // page_size))
-            if self.filled.get(pages[place], 0) < min(page_size, tokens - place * page_size)
-        ]
-
-    def note(self, pages: Sequence[int], tokens: int, page_size: int) -> None:
-        """Notes that the pages hold so many tokens."""
-        for place in range(-(-tokens // page_size)):
-            there = min(page_size, tokens - place * page_size)
-            self.filled[pages[place]] = max(self.filled.get(pages[place], 0), there)
-
-
-class ChooseInstance(Protocol):
-    """The dispatch of a sequence's rows to one of a block's instances."""
-
-    def __call__(
-        self, rows: SequenceRows, candidates: Sequence[HostedBlock], page_size: int
-    ) -> HostedBlock: ...
-
-
-def owner_first(rows: SequenceRows, candidates: Sequence[HostedBlock], page_size: int) -> HostedBlock:
-    """The instance that lacks fewest of the sequence's pages; of several the one with fewest rows under way."""
-
-    def cost(one: HostedBlock) -> tuple[int, int, int]:
-        return len(one.lacking(rows.pages, rows.context, page_size)), one.rows, one.number
-
-    return min(candidates, key=cost)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSettings:
-    """How a base is cut into blocks: their number, the instances of each, and what an instance is told of its
-    model and of its keys and values."""
-
-    model: str
-    files: str
-    depth: int
-    blocks: int
-    copies: int
-    dtype: str
-    pages: int
-    page_size: int
-    sequences: int
 
 
 @dataclass(eq=False)
@@ -153,254 +47,22 @@ class _Journey:
     number: int = -1
 
 
-@dataclass(frozen=True, eq=False)
-class _UnderWay:
-    """What was sent to instances under one number, and where its outcome goes."""
-
-    instances: Sequence[HostedBlock]
-    outcome: Outcomes
-
-
 class ClusterFront:
-    """The cluster as one scheduler uses it. `addresses` gives those of its workers at any moment. One thread
-    calls `run` and `clean`; any may call the rest."""
+    """Takes rows through the blocks of a `fleet`. One thread calls it."""
 
     def __init__(
-        self,
-        settings: BlockSettings,
-        addresses: Callable[[], Collection[str]],
-        key: bytes,
-        choose: ChooseInstance = owner_first,
-        moving: MovingPages = MovingPages.MEET,
+        self, fleet: Fleet, choose: ChooseInstance | None = None, moving: MovingPages = MovingPages.MEET
     ) -> None:
-        self.settings, self.choose, self.moving = settings, choose, moving
-        self.contents: dict[int, str] = {}  # of each block, as its first instance told
+        self.fleet, self.moving, self.settings = fleet, moving, fleet.settings
+        self.rates: dict[tuple[str, str], float] = {}  # bytes a second of links, as pages have shown
+        self.choose: ChooseInstance = LiveDispatch(self.rates) if choose is None else choose
         self.copied = self.recomputed = 0  # tokens of pages that were brought, over all blocks
-        self._addresses, self._key, self._id = addresses, key, uuid.uuid4().hex
-        self._numbers = itertools.count(1)  # of instances and passes
-        self._lock = threading.Lock()  # of all below
-        self._workers: dict[str, WorkerLink] = {}
-        self._refused: dict[str, str] = {}  # workers that have another model, and why
-        self._instances: dict[int, HostedBlock] = {}
-        self._under_way: dict[int, _UnderWay] = {}
-        self._avoided: dict[tuple[str, str], float] = {}  # links, and until when
-        self._adapters: dict[str, bytes] = {}  # encoded, that instances hold
-        self._sites = b""
-        self._placing = threading.RLock()  # blocks are placed by one thread at a time
-        self._is_closed = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="coserve-cluster", daemon=True)
-
-    # Workers and their blocks
-
-    def open(self) -> list[list[Site]]:
-        """Connects the workers and loads every block; returns the blocks' sites. Raises ConfigError where there
-        are no workers, and a worker's error."""
-        self._connect()
-        if not self._workers:
-            told = "; ".join(self._refused.values()) or "none of their addresses answers"
-            raise ConfigError(f"engine.cluster has no workers: {told}")
-        first = self._place()
-        self._beating.start()
-        return [decode_sites(one.loaded.sites) for one in first]
-
-    def tell_sites(self, sites: Mapping[str, Site]) -> None:
-        """Tells all instances the sites of the whole model."""
-        self._sites = encode_sites(sites)
-        for one in self.instances():
-            one.worker.ask(TellSites(one.number, self._sites), one.number, "sites")
-
-    def close(self) -> None:
-        """Ends all connections; the workers close this scheduler's instances."""
-        self._is_closed.set()
-        with self._lock:
-            workers = list(self._workers.values())
-        for worker in workers:
-            worker.close()
-
-    def instances(self, block: int | None = None) -> list[HostedBlock]:
-        """Instances on workers that are there, of a block or of all."""
-        with self._lock:
-            return [
-                one
-                for one in self._instances.values()
-                if one.worker.is_alive and (block is None or one.block == block)
-            ]
-
-    @property
-    def max_positions(self) -> int:
-        """Longest sequences that all blocks take."""
-        return min(one.loaded.max_positions for one in self.instances())
-
-    def status(self) -> dict[str, list[int]]:
-        """Blocks by the addresses of workers that are there."""
-        with self._lock:
-            return {
-                address: sorted(one.block for one in self._instances.values() if one.worker is worker)
-                for address, worker in self._workers.items()
-            }
-
-    def _connect(self) -> None:
-        """Connects the workers that are not connected."""
-        for address in self._addresses():
-            with self._lock:
-                if address in self._workers:
-                    continue
-            try:
-                link = WorkerLink(address, self._key, self._id, self._settle, self._lose)
-            except (Unreachable, ConfigError) as error:
-                if address not in self._refused:
-                    _log.warning("%s", error)
-                self._refused[address] = str(error)
-                continue
-            self._refused.pop(address, None)
-            with self._lock:
-                self._workers[address] = link
-                if not link.is_alive:  # and told of it before it was here
-                    del self._workers[address]
-
-    def _beat(self) -> None:
-        """Asks workers for signs of life, and looks for ones that have come, or come back."""
-        while not self._is_closed.wait(_BEAT):
-            with self._lock:
-                workers = list(self._workers.values())
-            for worker in workers:
-                worker.check()
-            self._connect()
-            try:
-                self._place()
-            except CoserveError as error:
-                _log.warning("blocks are not where they should be: %s", error)
-
-    def _lose(self, worker: WorkerLink) -> None:
-        """A worker has gone: its instances are, and what was under way there."""
-        with self._lock:
-            if self._workers.get(worker.address) is worker:
-                del self._workers[worker.address]
-            lost = [one for one in self._instances.values() if one.worker is worker]
-            for one in lost:
-                del self._instances[one.number]
-            numbers = [
-                number
-                for number, own in self._under_way.items()
-                if any(one.worker is worker for one in own.instances)
-            ]
-            outcomes = [(number, self._under_way.pop(number).outcome) for number in numbers]
-        if not self._is_closed.is_set():
-            _log.warning(
-                "the worker at %s is gone: its blocks %s are loaded elsewhere, and its pages computed again",
-                worker.address, sorted(one.block for one in lost),
-            )  # fmt: skip
-        for number, outcome in outcomes:
-            outcome.put((number, None, []))
-
-    def _place(self) -> list[HostedBlock]:
-        """Gives every block as many instances as there are to be, on workers with the fewest blocks; returns
-        one of each. Raises the error of a worker where a block has none at all, and WeightsUnreadable without
-        any worker."""
-        with self._placing:
-            found = []
-            for block in range(self.settings.blocks):
-                error: CoserveError | None = None
-                while len(there := self.instances(block)) < self.settings.copies:
-                    if (worker := self._room_for(block, there)) is None:
-                        break
-                    try:
-                        self._load(block, worker)
-                    except (ModelError, ConfigError, Unreachable) as raised:
-                        error = raised
-                        _log.warning("%s", raised)
-                        if isinstance(raised, Unreachable):
-                            continue
-                        with self._lock:  # its connection stays, so that it is not asked again
-                            self._refused[worker.address] = str(raised)
-                if not there:
-                    raise error or WeightsUnreadable(
-                        f"no worker of the cluster has block {block} of {self.settings.model}, or can load it"
-                    )
-                found.append(there[0])
-            return found
-
-    def _room_for(self, block: int, there: Sequence[HostedBlock]) -> WorkerLink | None:
-        taken = {one.worker.address for one in there}
-        with self._lock:
-            counts = dict.fromkeys(self._workers, 0)
-            for one in self._instances.values():
-                if one.worker.address in counts:
-                    counts[one.worker.address] += 1
-            free = [a for a in self._workers if a not in taken and a not in self._refused]
-            return self._workers[min(free, key=lambda a: (counts[a], a))] if free else None
-
-    def _load(self, block: int, worker: WorkerLink) -> None:
-        """Opens an instance. Raises the worker's error, and ModelError for another block than that of the
-        first instance."""
-        own, number = self.settings, next(self._numbers)
-        span = stage_spans(own.depth, own.blocks)[block]
-        asked = LoadBlock(
-            number, own.model, own.files, span.first, span.last, own.dtype, own.pages, own.page_size, own.sequences
-        )  # fmt: skip
-        loaded = worker.load(asked)
-        if self.contents.setdefault(block, loaded.content) != loaded.content:
-            with suppress(Unreachable):
-                worker.send(CloseBlock(number))
-            raise ModelError(
-                f"the worker at {worker.address} has another block {block} than the cluster, and is refused: "
-                f"{loaded.content[:16]} instead of {self.contents[block][:16]}"
-            )
-        if self._sites:
-            worker.ask(TellSites(number, self._sites), number, "sites")
-        with self._lock:
-            adapters = dict(self._adapters)
-        for key, data in adapters.items():
-            worker.ask(HoldAdapter(number, key, data), number, key)
-        with self._lock:
-            if worker.is_alive:
-                self._instances[number] = HostedBlock(number, block, worker, loaded)
-                for key in adapters.keys() - self._adapters.keys():
-                    with suppress(Unreachable):
-                        worker.send(DropVersions(number, (key,)))
-
-    # Adapters
-
-    def hold(self, key: str, adapter: bytes) -> None:
-        """Has all instances hold an adapter version. Raises a worker's error, with nothing held."""
-        with self._placing:
-            with self._lock:
-                self._adapters[key] = adapter
-            try:
-                for one in self.instances():
-                    with suppress(Unreachable):  # whoever takes its place gets it
-                        one.worker.ask(HoldAdapter(one.number, key, adapter), one.number, key)
-            except CoserveError:
-                self.drop([key])
-                raise
-
-    def drop(self, keys: Sequence[str]) -> None:
-        """Has no instance hold these versions."""
-        with self._lock:
-            known = tuple(key for key in keys if self._adapters.pop(key, None) is not None)
-        if known:
-            for one in self.instances():
-                with suppress(Unreachable):
-                    one.worker.send(DropVersions(one.number, known))
-
-    def read(self, layer: int, path: str, what: str) -> Tensor | None:
-        """A frozen parameter in a layer's block. Raises a worker's error."""
-        spans = stage_spans(self.settings.depth, self.settings.blocks)
-        block = next(place for place, span in enumerate(spans) if span.first <= layer < span.last)
-        for one in self.instances(block):
-            with suppress(Unreachable):
-                return one.worker.read(ReadFrozen(one.number, path, what))
-        raise WeightsUnreadable(f"no worker of the cluster that has {path} can be reached")
-
-    # Pages
 
     def clean(self, pages: Sequence[int]) -> None:
         """Pages have a new owner: nothing in them counts any more."""
-        for one in self.instances():
+        for one in self.fleet.instances():
             for page in pages:
                 one.filled.pop(page, None)
-
-    # Rows
 
     def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> Tensor:
         """Takes rows [rows, width] of some sequences, one behind the other, through all blocks. Raises
@@ -418,17 +80,23 @@ class ClusterFront:
         raise WeightsUnreadable("workers of the cluster go away faster than their blocks are loaded again")
 
     def _attempt(
-        self, rows: Sequence[SequenceRows], hidden: Tensor, starts: Sequence[int], left: Sequence[int], out: Tensor
+        self,
+        rows: Sequence[SequenceRows],
+        hidden: Tensor,
+        starts: Sequence[int],
+        left: Sequence[int],
+        out: Tensor,
     ) -> list[int]:
         """Sends the rows that are left on their way, and waits for all. Returns those that were lost."""
-        if any(not self.instances(block) for block in range(self.settings.blocks)):
+        if any(not self.fleet.instances(block) for block in range(self.settings.blocks)):
             try:
-                self._place()
+                self.fleet.place()
             except CoserveError as error:
                 raise WeightsUnreadable(str(error)) from error
         ways: dict[int, list[HostedBlock]] = {}
+        planned: dict[int, int] = {}  # rows that are to go to instances
         for place in left:
-            ways[place] = self._way(rows[place])
+            ways[place] = self._way(rows[place], planned)
             self._bring(rows[place], ways[place])
         journeys = []
         for places in _grouped(ways, self.settings.blocks):
@@ -436,20 +104,27 @@ class ClusterFront:
             journeys.append(_Journey([rows[p] for p in places], places, self._legs(ways[places[0]]), own))
         return self._travel(journeys, starts, out)
 
-    def _way(self, rows: SequenceRows) -> list[HostedBlock]:
+    def _way(self, rows: SequenceRows, planned: dict[int, int]) -> list[HostedBlock]:
         """An instance of each block. Raises _Again where one has none."""
-        way = []
+        way: list[HostedBlock] = []
+        there = self.fleet.instances()
         for block in range(self.settings.blocks):
-            if not (candidates := self.instances(block)):
+            candidates = [one for one in there if one.block == block]
+            if not candidates:
                 raise _Again
-            way.append(self.choose(rows, candidates, self.settings.page_size))
+            chosen = candidates[0]
+            if len(candidates) > 1:
+                before = way[-1] if way else None
+                chosen = self.choose(rows, before, candidates, planned, self.settings.page_size)
+            planned[chosen.number] = planned.get(chosen.number, 0) + rows.length
+            way.append(chosen)
         return way
 
     def _legs(self, way: Sequence[HostedBlock]) -> list[Sequence[HostedBlock]]:
         """The way in parts whose workers reach each other: between two, rows come back here."""
         legs: list[list[HostedBlock]] = [[way[0]]]
         for before, one in itertools.pairwise(way):
-            if self._is_avoided(before, one):
+            if self.fleet.is_avoided(before, one):
                 legs.append([one])
             else:
                 legs[-1].append(one)
@@ -468,12 +143,12 @@ class ClusterFront:
             self._count(leg, journey.hidden, -1)
             if not isinstance(message, RowsPassed):
                 lost += journey.places
-                error = self._failed(number, message, leg) or error
+                error = self.fleet.failed(number, message, leg) or error
                 continue
             (hidden,) = tensors
             for one, seconds in zip(leg, message.seconds, strict=True):
                 self._note(one, journey.rows)
-                one.rate = len(hidden) / max(seconds, 1e-9)
+                one.observe(len(hidden), seconds)
             journey.hidden = hidden
             if journey.legs:
                 self._send(journey, outcome, going)
@@ -495,61 +170,13 @@ class ClusterFront:
         """Sends rows on the first of their legs."""
         leg = journey.legs[0]
         segments = tuple(self._segment(one) for one in journey.rows)
-        journey.number = self._start(leg, outcome)
+        journey.number = self.fleet.start(leg, outcome)
         going[journey.number] = journey
         self._count(leg, journey.hidden, 1)
         hops = tuple(self._hop(one, [page for own in segments for page in own.pages]) for one in leg)
-        message = PassRows(journey.number, self._id, segments, hops)
+        message = PassRows(journey.number, self.fleet.id, segments, hops)
         with suppress(Unreachable):  # told as an outcome
             leg[0].worker.send(message, [journey.hidden])
-
-    def _start(
-        self,
-        instances: Sequence[HostedBlock],
-        outcome: Outcomes,
-    ) -> int:
-        """A new number, whose outcome goes to a queue, at once where a worker is gone."""
-        number = next(self._numbers)
-        with self._lock:
-            is_lost = any(not one.worker.is_alive for one in instances)
-            if not is_lost:
-                self._under_way[number] = _UnderWay(instances, outcome)
-        if is_lost:
-            outcome.put((number, None, []))
-        return number
-
-    def _settle(self, number: int, message: RowsPassed | RowsFailed, tensors: list[Tensor]) -> None:
-        """The outcome of what was under way; one that comes late is nobody's."""
-        with self._lock:
-            found = self._under_way.pop(number, None)
-        if found is not None:
-            found.outcome.put((number, message, tensors))
-
-    def _failed(
-        self, number: int, message: RowsFailed | None, instances: Sequence[HostedBlock]
-    ) -> CoserveError | None:
-        """Notes why something did not come back. Returns the error where it is nobody's going away."""
-        for worker in {one.worker for one in self.instances()}:
-            with suppress(Unreachable):
-                worker.send(CancelRows((number,)))
-        for one in instances:  # pages that were to be cleaned may not be
-            one.filled = {page: count for page, count in one.filled.items() if count}
-        if message is None:
-            return None
-        if message.unreached:
-            pairs = itertools.pairwise(one.worker.address for one in instances)
-            avoided = [pair for pair in pairs if pair[1] == message.unreached]
-            _log.warning("%s; its rows go by the scheduler", message.text)
-            with self._lock:
-                self._avoided |= dict.fromkeys(avoided, time.monotonic() + _AVOIDED)
-            return None
-        error = error_in(message)
-        if type(error) is RequestError and "has no instance" in message.text:
-            with self._lock:
-                for one in instances:
-                    self._instances.pop(one.number, None)
-            return None
-        return error
 
     def _segment(self, rows: SequenceRows) -> RowSegment:
         end = rows.context + rows.length
@@ -570,18 +197,16 @@ class ClusterFront:
         for one in instances:
             one.rows += sign * len(hidden)
 
-    # Pages that an instance lacks
-
     def _bring(self, rows: SequenceRows, way: Sequence[HostedBlock]) -> None:
-        """Brings the pages of a sequence's context to the instances on its way, from the first block on. Raises
-        _Again where a worker is lost meanwhile, and a worker's error."""
+        """Brings the pages of a sequence's context to the instances on its way, from the first block on.
+        Raises _Again where a worker is lost meanwhile, and a worker's error."""
         size = self.settings.page_size
         for block, one in enumerate(way):
             if lacking := one.lacking(rows.pages, rows.context, size):
                 self._move(rows, way[: block + 1], lacking)
 
     def _move(self, rows: SequenceRows, way: Sequence[HostedBlock], lacking: Sequence[int]) -> None:
-        """Recomputes pages from the first that is lacking on, while they are copied from the last one back."""
+        """Recomputes pages from the first that is lacking on, while they are copied from the last back."""
         one, size = way[-1], self.settings.page_size
         first = lacking[0] * size
         source = self._source(rows, one, lacking)
@@ -590,7 +215,7 @@ class ClusterFront:
             tokens=rows.context - first,
             token_nbytes=max(int(nbytes), 1),
             page=size,
-            link=None if source is None else ClusterLink(_RATE),
+            link=None if source is None else ClusterLink(link_rate(source, one, self.rates)),
             recompute_rate=one.rate or _RECOMPUTED,
         )
         meeting = Meeting(move, max(_CHUNK, size), MovingPages.RECOMPUTE if source is None else self.moving)
@@ -608,10 +233,8 @@ class ClusterFront:
             tokens, began, is_copy = going.pop(number)
             if not isinstance(message, RowsPassed):
                 for other in going:  # late ones are nobody's
-                    with self._lock:
-                        self._under_way.pop(other, None)
-                    self._failed(other, None, way)
-                if error := self._failed(number, message, [source, one] if is_copy and source else way):
+                    self.fleet.failed(other, None, way)
+                if error := self.fleet.failed(number, message, [source, one] if is_copy and source else way):
                     raise error
                 raise _Again
             seconds = time.monotonic() - began
@@ -619,26 +242,22 @@ class ClusterFront:
             if is_copy:
                 meeting.copied(seconds)
             else:
-                for other in way[:-1]:
-                    self._brought(rows, other, first, tokens)
+                for earlier in way[:-1]:
+                    self._brought(rows, earlier, first, tokens)
                 meeting.recomputed(seconds)
-        self.copied += meeting.copied_tokens
-        self.recomputed += meeting.recomputed_tokens
+        recomputed, copied = meeting.done
+        self.recomputed, self.copied = self.recomputed + len(recomputed), self.copied + len(copied)
+        if source is not None and copied:
+            self.rates[source.worker.address, one.worker.address] = meeting.copy_rate * nbytes
 
     def _source(self, rows: SequenceRows, one: HostedBlock, lacking: Sequence[int]) -> HostedBlock | None:
         """Another instance of the block that has all that this one lacks."""
-        for other in self.instances(one.block):
-            if other is one or self._is_avoided(other, one):
+        for other in self.fleet.instances(one.block):
+            if other is one or self.fleet.is_avoided(other, one):
                 continue
             if set(lacking).isdisjoint(other.lacking(rows.pages, rows.context, self.settings.page_size)):
                 return other
         return None
-
-    def _is_avoided(self, sender: HostedBlock, receiver: HostedBlock) -> bool:
-        """Tells whether the link between two workers has failed a while ago."""
-        with self._lock:
-            until = self._avoided.get((sender.worker.address, receiver.worker.address), 0.0)
-        return until > time.monotonic()
 
     def _pages_of(self, rows: SequenceRows, first: int, tokens: range) -> tuple[int, ...]:
         size = self.settings.page_size
@@ -657,13 +276,13 @@ class ClusterFront:
         tokens: range,
         outcome: Outcomes,
     ) -> int:
-        number = self._start(way, outcome)
+        number = self.fleet.start(way, outcome)
         pages = tuple(rows.pages[: -(-tokens.stop // self.settings.page_size)])
         segment = RowSegment(rows.key, len(tokens), tokens.start, pages, rows.adapter)
         hops = tuple(self._hop(one, pages) for one in way)
         hidden = rows.embedded(tokens.start, len(tokens))
         with suppress(Unreachable):
-            way[0].worker.send(PassRows(number, self._id, (segment,), hops), [hidden])
+            way[0].worker.send(PassRows(number, self.fleet.id, (segment,), hops), [hidden])
         return number
 
     def _copy(
@@ -673,10 +292,10 @@ class ClusterFront:
         pages: tuple[int, ...],
         outcome: Outcomes,
     ) -> int:
-        number = self._start([source, target], outcome)
+        number = self.fleet.start([source, target], outcome)
         hop = Hop(target.worker.address, target.number)
         with suppress(Unreachable):
-            source.worker.send(CopyPages(number, self._id, source.number, pages, hop))
+            source.worker.send(CopyPages(number, self.fleet.id, source.number, pages, hop))
         return number
 
 

@@ -1,8 +1,8 @@
 """A worker of a cluster: block instances, each with a queue, and one thread that computes for all of them.
 
 Whoever calls is a scheduler, whose instances are closed with its connection, or another worker, which brings
-rows and pages. Rows go on to their next block's worker without passing the scheduler; from the last block they
-go back to it.
+rows and pages. Rows go on to their next block's worker without passing the scheduler; from the last block
+they go back to it.
 """
 
 import logging
@@ -75,8 +75,8 @@ class _Scheduler:
 
 
 class BlockHost:
-    """A worker. `find_model` gives the folder of a model by its name; `device` computes. Rows are packed up to
-    `batch_rows`; sequences are expected back within `countdown` seconds."""
+    """A worker. `find_model` gives the folder of a model by its name; `device` computes. Rows are packed
+    up to `batch_rows`; sequences are expected back within `countdown` seconds."""
 
     def __init__(
         self,
@@ -256,8 +256,8 @@ class BlockHost:
             folder = self._find_model(asked.model)
             if self._digest(folder) != asked.files:
                 raise ModelError(
-                    f"the files of {asked.model!r} at the worker {self.address} are others than the scheduler's, "
-                    "so its blocks are refused"
+                    f"the files of {asked.model!r} at the worker {self.address} are others than the "
+                    "scheduler's, so its blocks are refused"
                 )
             key = (asked.files, asked.first, asked.last, asked.dtype)
             with self._lock:
@@ -357,11 +357,13 @@ class BlockHost:
             return own is None or number in own.cancelled
 
     def _compute(self) -> None:
-        """The computing thread: what was asked for beside rows first, then the instance whose rows have waited
-        for longest."""
+        """The computing thread: what was asked for beside rows first, then the instance whose rows have
+        waited for longest."""
         while True:
             with self._lock:
-                while not (self._tasks or self._is_closed or any(len(o.queue) for o in self._instances.values())):
+                while not (
+                    self._tasks or self._is_closed or any(len(o.queue) for o in self._instances.values())
+                ):
                     self._lock.wait()
                 if self._is_closed:
                     return
@@ -392,7 +394,9 @@ class BlockHost:
                 for arrived in batch:
                     self._pass(one, [arrived])
             else:
-                told = error if isinstance(error, CoserveError) else contained(error, "a pass through a block")
+                told = (
+                    error if isinstance(error, CoserveError) else contained(error, "a pass through a block")
+                )
                 self._fail(batch[0].message, told)
             return
         seconds = time.perf_counter() - began
@@ -430,7 +434,9 @@ class BlockHost:
     def _not_sent(self, message: Sent, address: str, error: CoserveError) -> None:
         self._fail(message, error, address)
 
-    def _fail(self, message: PassRows | PutPages | CopyPages, error: CoserveError, unreached: str = "") -> None:
+    def _fail(
+        self, message: PassRows | PutPages | CopyPages, error: CoserveError, unreached: str = ""
+    ) -> None:
         kind, text = fault_of(error)
         self._reply(message.scheduler, RowsFailed(message.number, kind, text, unreached))
 

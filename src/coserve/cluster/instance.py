@@ -1,5 +1,5 @@
-"""One block instance of a worker: the block's layers, keys and values of a scheduler's sequences in them, and its
-adapters."""
+"""One block instance of a worker: the block's layers, keys and values of a scheduler's sequences in them, and
+its adapters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
+from coserve.adapters.sites import Site
 from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.paged import make_batched
-from coserve.adapters.sites import Site
 from coserve.cluster.blocks import BlockShards, merged_sites
 from coserve.cluster.messages import PassRows, RowSegment
 from coserve.errors import ConfigError, RequestError
@@ -176,5 +176,3 @@ def check_rows(message: PassRows, tensors: Sequence[Tensor], width: int) -> Tens
     if len(tensors) != 1 or tuple(tensors[0].shape) != (rows, width):
         raise ConnectionError(f"a message of {rows} rows has other tensors")
     return tensors[0]
-
-

@@ -212,8 +212,8 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 Message = (
     Challenge | Signed | Greeting | LoadBlock | BlockLoaded | TellSites | HoldAdapter | DropVersions
-    | CloseBlock | Settled | ReadFrozen | FrozenRead | PassRows | RowsPassed | RowsFailed | CancelRows | CopyPages | PutPages | Ping
-    | Pong
+    | CloseBlock | Settled | ReadFrozen | FrozenRead | PassRows | RowsPassed | RowsFailed | CancelRows
+    | CopyPages | PutPages | Ping | Pong
 )  # fmt: skip
 
 

@@ -8,7 +8,9 @@ from typing import Final
 from transformers import PreTrainedModel
 
 from coserve.cluster.blocks import BlockParameters, files_digest, load_ends, merged_sites
-from coserve.cluster.front import BlockSettings, ClusterFront
+from coserve.cluster.fleet import Fleet
+from coserve.cluster.front import ClusterFront
+from coserve.cluster.hosted import BlockSettings
 from coserve.cluster.peer import key_of_cluster
 from coserve.cluster.worker import ClusterAnswers, ClusterParameters, ClusterShards
 from coserve.config import EngineConfig
@@ -25,7 +27,9 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
     """Opens an executor whose blocks the workers of `config.cluster` have. Raises ConfigError, ModelError and
     the errors of workers."""
     if isinstance(model, PreTrainedModel):
-        raise ConfigError("engine.cluster: its workers read a model's files, so it needs a folder or hub name")
+        raise ConfigError(
+            "engine.cluster: its workers read a model's files, so it needs a folder or hub name"
+        )
     addresses, key = addresses_of(config.cluster), key_of_cluster()
     folder = folder_of(model)
     base = load_ends(folder, dtype_of(config), config.device)
@@ -41,24 +45,24 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
         page_size=config.page_size,
         sequences=config.max_running,
     )
-    front = ClusterFront(settings, addresses, key)
+    fleet = Fleet(settings, addresses, key)
     try:
         own = [site for site in base.sites.values() if site.stage not in range(base.depth)]
-        base.sites = merged_sites(base.modules.paths, [own, *front.open()])
-        front.tell_sites(base.sites)
-        base.max_positions = min(base.max_positions, front.max_positions)
-        contents = " ".join(front.contents[block] for block in range(blocks))
+        base.sites = merged_sites(base.modules.paths, [own, *fleet.open()])
+        fleet.tell_sites(base.sites)
+        base.max_positions = min(base.max_positions, fleet.max_positions)
+        contents = " ".join(fleet.contents[block] for block in range(blocks))
         base.fingerprint = hashlib.sha256(f"{base.fingerprint} {contents}".encode()).hexdigest()[:16]
         assert isinstance(base.frozen, BlockParameters), "as the ends are loaded"
-        base.frozen = ClusterParameters(base.frozen, base.sites, front)
-        base.shards = ClusterShards(base, front)
+        base.frozen = ClusterParameters(base.frozen, base.sites, fleet)
+        base.shards = ClusterShards(base, fleet)
         opened = open_loaded(base, config, ClusterAnswers, read_tokenizer())
         assert isinstance(opened.executor, LocalExecutor)
-        opened.executor.worker.join(front)
+        opened.executor.worker.join(ClusterFront(fleet))
     except BaseException:
-        front.close()
+        fleet.close()
         raise
-    weakref.finalize(base, front.close)
+    weakref.finalize(base, fleet.close)
     return opened
 
 
@@ -75,5 +79,3 @@ def addresses_of(setting: str) -> Callable[[], Collection[str]]:
     if not found:
         raise ConfigError("engine.cluster names no worker")
     return lambda: found
-
-

@@ -23,9 +23,9 @@ class _Leaving:
 
 
 class Outbox:
-    """Sends messages to one address, in their order; connects when there is something to send. `failed` is told
-    of messages that were not sent, or whose receiver did not say that they came before the connection ended; it
-    is called on threads of the outbox."""
+    """Sends messages to one address, in their order; connects when there is something to send. `failed` is
+    told of messages that were not sent, or whose receiver did not say that they came before the connection
+    ended; it is called on threads of the outbox."""
 
     def __init__(self, address: str, key: bytes, failed: Failed) -> None:
         self.address, self._key, self._failed = address, key, failed

@@ -125,7 +125,9 @@ class Peer:
     def _greeted(self, kind: type[_T]) -> _T:
         found = self.receive(_GREETING)
         if found is None or not isinstance(found[0], kind):
-            raise ConnectionError("the greeting ended: one of both has another key, or is no part of a cluster")
+            raise ConnectionError(
+                "the greeting ended: one of both has another key, or is no part of a cluster"
+            )
         return found[0]
 
     def _tensor(self, shape: TensorShape) -> Tensor:

@@ -30,11 +30,16 @@ Outcome = Callable[[int, RowsPassed | RowsFailed, list[Tensor]], object]
 
 
 class WorkerLink:
-    """A worker that a scheduler has connected. `passed` is told of rows and pages, `lost` of the end, each once
-    and on the connection's thread."""
+    """A worker that a scheduler has connected. `passed` is told of rows and pages, `lost` of the end, each
+    once and on the connection's thread."""
 
     def __init__(
-        self, address: str, key: bytes, scheduler: str, passed: Outcome, lost: Callable[["WorkerLink"], object]
+        self,
+        address: str,
+        key: bytes,
+        scheduler: str,
+        passed: Outcome,
+        lost: Callable[["WorkerLink"], object],
     ) -> None:
         """Connects. Raises Unreachable."""
         self.address, self.is_alive = address, True
@@ -124,9 +129,7 @@ class WorkerLink:
             case _:
                 raise ConnectionError(f"{type(message).__name__} comes from no worker")
 
-    def _settle(
-        self, key: tuple[Any, ...], fault: tuple[str, str] | None, result: Callable[[], Any]
-    ) -> None:
+    def _settle(self, key: tuple[Any, ...], fault: tuple[str, str] | None, result: Callable[[], Any]) -> None:
         with self._lock:
             future = self._asked.pop(key, None)
         if future is None:

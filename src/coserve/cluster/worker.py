@@ -1,5 +1,5 @@
-"""The worker of a base whose blocks are on a cluster: it has the model's ends, samples, and sends the rows of a
-pass through the blocks."""
+"""The worker of a base whose blocks are on a cluster: it has the model's ends, samples, and sends the rows of
+a pass through the blocks."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -12,11 +12,13 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.paging.cache import AdapterTier
 from coserve.adapters.sites import Site
-from coserve.attention.backend import CacheShape, CommonAttentionMetadata, PageCopy
+from coserve.attention.backend import AttentionBackend, CacheShape, CommonAttentionMetadata, PageCopy
 from coserve.attention.store import KVStore
 from coserve.cluster.blocks import BlockParameters, BlockShards
-from coserve.cluster.front import ClusterFront, SequenceRows
-from coserve.errors import CoserveError, NotOffered
+from coserve.cluster.fleet import Fleet
+from coserve.cluster.front import ClusterFront
+from coserve.cluster.hosted import SequenceRows
+from coserve.errors import NotOffered
 from coserve.executors.codec import Codec
 from coserve.executors.executor import (
     Command,
@@ -36,12 +38,11 @@ from coserve.worker.worker import Worker
 _NO_TRAINING = "fine-tuning is not offered for a base whose blocks are on a cluster (engine.cluster)"
 
 
-class ElsewhereCache:
+class ElsewhereCache(AttentionBackend[CommonAttentionMetadata]):
     """The `AttentionBackend` of a base without layers: pages are on workers, by the numbers that they have
     here."""
 
     is_capturable = False
-    nbytes = page_nbytes = 0
 
     def __init__(
         self,
@@ -54,6 +55,16 @@ class ElsewhereCache:
     ) -> None:
         self.page_size, self.padding_page = page_size, pages
         self.front: ClusterFront | None = None  # once the worker is there
+
+    @property
+    def nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        return 0
+
+    @property
+    def page_nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        return 0
 
     def clean(self, pages: Sequence[int]) -> None:
         """See `AttentionBackend`."""
@@ -81,7 +92,13 @@ class ElsewhereCache:
         return common
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, metadata: CommonAttentionMetadata, spec: AttentionSpec
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: CommonAttentionMetadata,
+        spec: AttentionSpec,
     ) -> Tensor:
         """See `AttentionBackend`: no layer attends here."""
         raise NotImplementedError
@@ -90,15 +107,15 @@ class ElsewhereCache:
 class ClusterShards(BlockShards):
     """Has the workers hold an adapter's bypasses in their blocks; here are those of the ends."""
 
-    def __init__(self, base: Base, front: ClusterFront) -> None:
+    def __init__(self, base: Base, fleet: Fleet) -> None:
         super().__init__(base.sites, range(0), base.depth)
-        self._codec, self._front = Codec(base.frame, base.dtype, base.device), front
+        self._codec, self._fleet = Codec(base.frame, base.dtype, base.device), fleet
         self._wholes: dict[str, AdapterVersion] = {}
 
     def cut(self, adapter: AdapterVersion) -> AdapterVersion:
         """See `AdapterShards`."""
         own = super().cut(adapter)
-        self._front.hold(adapter.key, self._codec.encode_command(LoadAdapter(adapter)))
+        self._fleet.hold(adapter.key, self._codec.encode_command(LoadAdapter(adapter)))
         self._wholes[adapter.key] = adapter
         return own
 
@@ -110,21 +127,21 @@ class ClusterShards(BlockShards):
         """Has no worker hold these versions any longer."""
         for key in keys:
             self._wholes.pop(key, None)
-        self._front.drop(keys)
+        self._fleet.drop(keys)
 
 
 class ClusterParameters(BlockParameters):
     """The frozen parameters of a base: those of its ends are here, others are read from the workers."""
 
-    def __init__(self, ends: BlockParameters, sites: dict[str, Site], front: ClusterFront) -> None:
+    def __init__(self, ends: BlockParameters, sites: dict[str, Site], fleet: Fleet) -> None:
         super().__init__(ends.held, ends.is_here)
-        self._sites, self._front = sites, front
+        self._sites, self._fleet = sites, fleet
 
     def read(self, path: str, what: str) -> Tensor | None:
         """See `BlockParameters`."""
         if self.is_here(path) or path not in self._sites:
             return super().read(path, what)
-        return self._front.read(self._sites[path].stage, path, what)
+        return self._fleet.read(self._sites[path].stage, path, what)
 
 
 class ClusterPass(FusedPass):
@@ -135,7 +152,9 @@ class ClusterPass(FusedPass):
     def _through(self) -> ThroughLayers:
         return self._pass
 
-    def _pass(self, travellers: Sequence[InferenceBatch | ForwardWindow], layers: range | None = None) -> None:
+    def _pass(
+        self, travellers: Sequence[InferenceBatch | ForwardWindow], layers: range | None = None
+    ) -> None:
         """All layers at once: a pass without windows has no other spans."""
         for batch in travellers:
             assert isinstance(batch, InferenceBatch), "nothing trains here"
@@ -152,9 +171,15 @@ class ClusterPass(FusedPass):
             embedded = partial(self._embedded, segment.key, bypasses)
             rows.append(
                 SequenceRows(
-                    segment.key, segment.length, segment.context, answer.pages, segment.adapter or "", goes_on, embedded
+                    segment.key,
+                    segment.length,
+                    segment.context,
+                    answer.pages,
+                    segment.adapter or "",
+                    goes_on,
+                    embedded,
                 )
-            )  # fmt: skip
+            )
         passed = self.front.run(rows, batch.hidden[0, :count].cpu())
         batch.hidden[0, :count] = passed.to(batch.hidden.device)
 
