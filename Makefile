@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow check bench gpu tiny install dev clean
+.PHONY: demo test slow ray check bench gpu tiny install dev clean
 
 demo: install
 	@mkdir -p build
@@ -20,6 +20,11 @@ test: dev
 
 slow: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+# Workers on Ray, which is an extra of 285 MB: a minute, alone on the machine.
+ray: dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt '.[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray
 
 check: dev
 	$(BIN)/ruff check src benchmarks tests examples

@@ -123,8 +123,8 @@ class EngineConfig:
     cluster: Annotated[
         str,
         Flag(
-            "Workers that have the base's blocks (`coserve cluster worker`): unix:PATH or tcp:HOST:PORT, "
-            "separated by commas, or ray for those of a Ray cluster. Their key is read from "
+            "Workers that have the base's blocks (`coserve cluster`): unix:PATH or tcp:HOST:PORT, separated "
+            "by commas, or ray, or ray:HOST:PORT, for those of a Ray cluster. Their key is read from "
             "COSERVE_CLUSTER_KEY.",
             "ADDRESSES",
         ),

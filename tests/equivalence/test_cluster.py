@@ -2,8 +2,7 @@
 
 import itertools
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from coserve.cluster.hosted import HostedBlock, SequenceRows
 from coserve.engine.completion import Completion
 from coserve.errors import NotOffered
 from models import prompts, save, tiny, with_lora
+from waiting import wait_until
 
 pytestmark = pytest.mark.local
 DEPTH = 6
@@ -74,14 +74,6 @@ def check_equal(found: Sequence[Completion], wanted: Sequence[Completion]) -> No
 def wanted(folders: dict[str, Path]) -> list[Completion]:
     """What one process answers."""
     return ask(Engine(folders["model"], EngineConfig(calibrate=False, cache_tokens=120, **SETTINGS)), folders)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Waits until something holds that other threads do."""
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 class EverElsewhere:

@@ -81,24 +81,23 @@ class AgentQueue(Generic[Item]):
         if not self._waiting:
             return []
         self._due = {key: due for key, due in self._due.items() if due > now}
-        order = sorted(range(len(self._waiting)), key=lambda place: self._rank(self._waiting[place], now))
-        here = {key for one in self._waiting for key in one.keys}
+        here, first = set[int](), list[int]()  # places of those behind nobody of their own sequences
+        for place, one in enumerate(self._waiting):
+            if here.isdisjoint(one.keys):
+                first.append(place)
+            here |= one.keys
         kept = sum(key not in here for key in self._due)  # a row for each that is still to come back
-        taken, rows, keys = set[int](), 0, set[int]()
-        passed = set[int]()  # sequences with rows that stay: their later ones stay too
-        for place in order:
+        taken, rows = list[int](), 0
+        for place in sorted(first, key=lambda place: self._rank(self._waiting[place], now)):
             one = self._waiting[place]
             room = self._most if one.has_pages else self._most - kept
-            if one.keys & (keys | passed) or (taken and rows + one.rows > room):
-                passed |= one.keys
-                continue
-            taken.add(place)
-            rows += one.rows
-            keys |= one.keys
-        batch = [self._waiting[place].item for place in order if place in taken]
+            if not taken or rows + one.rows <= room:
+                taken.append(place)
+                rows += one.rows
+        batch = [self._waiting[place] for place in taken]
         self._waiting = deque(one for place, one in enumerate(self._waiting) if place not in taken)
-        self.forget(keys)
-        return batch
+        self.forget(key for one in batch for key in one.keys)
+        return [one.item for one in batch]
 
     def _rank(self, one: QueuedRows[Item], now: float) -> tuple[bool, float]:
         """Those who have waited for too long and those whose pages are here come first, in their order."""

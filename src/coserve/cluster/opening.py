@@ -20,7 +20,7 @@ from coserve.model.foreign import folder_of
 from coserve.split.address import Address
 from coserve.worker.opening import Model, Opened, ReadTokenizer, dtype_of, open_loaded
 
-RAY: Final = "ray"  # in place of addresses: those of a Ray cluster's workers
+RAY: Final = "ray"  # in place of addresses, or before that of a head: those of a Ray cluster's workers
 
 
 def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokenizer) -> Opened:
@@ -68,10 +68,10 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
 
 def addresses_of(setting: str) -> Callable[[], Collection[str]]:
     """What gives the addresses of a cluster's workers at any moment. Raises ConfigError."""
-    if setting == RAY:
+    if setting == RAY or setting.startswith(f"{RAY}:"):
         from coserve.cluster.ray import worker_addresses
 
-        return worker_addresses()
+        return worker_addresses(setting.removeprefix(RAY).removeprefix(":"))
     found = [one.strip() for one in setting.split(",") if one.strip()]
     for one in found:
         if Address.parse(one).is_encrypted:
