@@ -130,10 +130,12 @@ class EngineConfig:
         ),
     ] = ""
     cluster_blocks: Annotated[
-        int, Range(0, _MOST_BLOCKS), Flag("Blocks that the base is cut into; 0: as many as workers.", "N")
+        int,
+        Range(0, _MOST_BLOCKS),
+        Flag("Blocks that --cluster cuts the base into; 0: as many as workers.", "N"),
     ] = 0
     cluster_copies: Annotated[
-        int, Range(1, MOST_RANKS), Flag("Workers that have each of the blocks, at most.", "N")
+        int, Range(1, MOST_RANKS), Flag("Workers of --cluster that have each of the blocks, at most.", "N")
     ] = 1
     deterministic: Annotated[bool, Flag("Bitwise the same results, whatever else runs; slower.")] = False
     allow_special_tokens: Annotated[
@@ -235,9 +237,6 @@ class EngineConfig:
         if not isinstance(given := self.cluster, str):
             raise ConfigError(f"engine.cluster must be text, not {given!r}")
         if not self.cluster:
-            for name, usual in (("cluster_blocks", 0), ("cluster_copies", 1)):
-                if getattr(self, name) != usual:
-                    raise ConfigError(f"engine.{name} is for the workers of engine.cluster, which is not set")
             return
         refused = {
             "base": (bool(self.base), "its linears are computed elsewhere already"),

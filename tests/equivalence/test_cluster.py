@@ -21,8 +21,8 @@ from waiting import wait_until
 
 pytestmark = pytest.mark.local
 DEPTH = 6
-SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True, prompt_logprobs=2, logprobs=2)
-DRAWN = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=5)
+SAMPLING = SamplingParams(max_tokens=9, ignore_eos=True, prompt_logprobs=2, logprobs=2)
+DRAWN = SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, seed=5)
 SETTINGS: dict[str, Any] = {
     "page_size": 8,
     "scheduler": {"max_prefill_rows": 16, "min_prefill_rows": 4},
@@ -72,7 +72,7 @@ def check_equal(found: Sequence[Completion], wanted: Sequence[Completion]) -> No
 
 @pytest.fixture(scope="module")
 def wanted(folders: dict[str, Path]) -> list[Completion]:
-    """What one process answers."""
+    """Answers of one process."""
     return ask(Engine(folders["model"], EngineConfig(calibrate=False, cache_tokens=120, **SETTINGS)), folders)
 
 

@@ -47,14 +47,14 @@ _AVOIDED: Final = 30.0  # seconds in which rows do not use a link that has faile
 
 
 @dataclass(frozen=True, eq=False)
-class _UnderWay:
+class _SentNumber:
     """What was sent to instances under one number, and where its outcome goes."""
 
     instances: Sequence[HostedBlock]
     outcome: Outcomes
 
 
-class Fleet:
+class ClusterFleet:
     """The workers and their instances. `addresses` gives the workers' at any moment. Any thread may call."""
 
     def __init__(self, settings: BlockSettings, addresses: Callable[[], Collection[str]], key: bytes) -> None:
@@ -66,7 +66,7 @@ class Fleet:
         self._workers: dict[str, WorkerLink] = {}
         self._refused: dict[str, str] = {}  # workers that have another model, and why
         self._instances: dict[int, HostedBlock] = {}
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, _SentNumber] = {}
         self._avoided: dict[tuple[str, str], float] = {}  # links, and until when
         self._adapters: dict[str, bytes] = {}  # encoded, that instances hold
         self._sites = b""
@@ -294,7 +294,7 @@ class Fleet:
         with self._lock:
             is_lost = any(not one.worker.is_alive for one in instances)
             if not is_lost:
-                self._under_way[number] = _UnderWay(instances, outcome)
+                self._under_way[number] = _SentNumber(instances, outcome)
         if is_lost:
             outcome.put((number, None, []))
         return number

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from coserve.cluster.choosing import ChooseInstance, LiveDispatch, link_rate
-from coserve.cluster.fleet import Fleet
+from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.hosted import HostedBlock, Outcomes, SequenceRows
 from coserve.cluster.meeting import Meeting, MovingPages, PageMove
 from coserve.cluster.messages import CopyPages, Hop, PassRows, RowSegment, RowsPassed
@@ -51,7 +51,10 @@ class ClusterFront:
     """Takes rows through the blocks of a `fleet`. One thread calls it."""
 
     def __init__(
-        self, fleet: Fleet, choose: ChooseInstance | None = None, moving: MovingPages = MovingPages.MEET
+        self,
+        fleet: ClusterFleet,
+        choose: ChooseInstance | None = None,
+        moving: MovingPages = MovingPages.MEET,
     ) -> None:
         self.fleet, self.moving, self.settings = fleet, moving, fleet.settings
         self.rates: dict[tuple[str, str], float] = {}  # bytes a second of links, as pages have shown

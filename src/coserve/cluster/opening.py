@@ -8,7 +8,7 @@ from typing import Final
 from transformers import PreTrainedModel
 
 from coserve.cluster.blocks import BlockParameters, files_digest, load_ends, merged_sites
-from coserve.cluster.fleet import Fleet
+from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.front import ClusterFront
 from coserve.cluster.hosted import BlockSettings
 from coserve.cluster.peer import key_of_cluster
@@ -45,7 +45,7 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
         page_size=config.page_size,
         sequences=config.max_running,
     )
-    fleet = Fleet(settings, addresses, key)
+    fleet = ClusterFleet(settings, addresses, key)
     try:
         own = [site for site in base.sites.values() if site.stage not in range(base.depth)]
         base.sites = merged_sites(base.modules.paths, [own, *fleet.open()])

@@ -94,7 +94,12 @@ def start_node(head: str, host: str, port: int) -> RayNode:
     log = folder / "ray.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment(), start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment(),
+            start_new_session=True,
         )
     until = time.monotonic() + _STARTING
     while b"Ray runtime started" not in log.read_bytes():
@@ -129,7 +134,9 @@ def start_workers(ray: Any, count: int, zoo: str, device: str, here: bool) -> li
     gpus = int(device.startswith("cuda"))
     kind = ray.remote(max_restarts=-1, max_task_retries=-1, num_cpus=0, num_gpus=gpus)(BlockActor)
     taken = {one.name for one in workers(ray)}
-    names = [name for number in range(count + len(taken)) if (name := f"{_PREFIX}{number}") not in taken][:count]
+    names = [name for number in range(count + len(taken)) if (name := f"{_PREFIX}{number}") not in taken][
+        :count
+    ]
     actors = [
         kind.options(
             name=name,

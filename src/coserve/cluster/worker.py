@@ -15,7 +15,7 @@ from coserve.adapters.sites import Site
 from coserve.attention.backend import AttentionBackend, CacheShape, CommonAttentionMetadata, PageCopy
 from coserve.attention.store import KVStore
 from coserve.cluster.blocks import BlockParameters, BlockShards
-from coserve.cluster.fleet import Fleet
+from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.front import ClusterFront
 from coserve.cluster.hosted import SequenceRows
 from coserve.errors import NotOffered
@@ -107,7 +107,7 @@ class ElsewhereCache(AttentionBackend[CommonAttentionMetadata]):
 class ClusterShards(BlockShards):
     """Has the workers hold an adapter's bypasses in their blocks; here are those of the ends."""
 
-    def __init__(self, base: Base, fleet: Fleet) -> None:
+    def __init__(self, base: Base, fleet: ClusterFleet) -> None:
         super().__init__(base.sites, range(0), base.depth)
         self._codec, self._fleet = Codec(base.frame, base.dtype, base.device), fleet
         self._wholes: dict[str, AdapterVersion] = {}
@@ -133,7 +133,7 @@ class ClusterShards(BlockShards):
 class ClusterParameters(BlockParameters):
     """The frozen parameters of a base: those of its ends are here, others are read from the workers."""
 
-    def __init__(self, ends: BlockParameters, sites: dict[str, Site], fleet: Fleet) -> None:
+    def __init__(self, ends: BlockParameters, sites: dict[str, Site], fleet: ClusterFleet) -> None:
         super().__init__(ends.held, ends.is_here)
         self._sites, self._fleet = sites, fleet
 
