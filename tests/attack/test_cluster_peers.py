@@ -73,9 +73,11 @@ def test_a_worker_with_other_files_is_refused(
     wanted = answer(Engine(model, EngineConfig(calibrate=False)))
     strange = BlockHost(f"unix:{tmp_path}/strange", KEY.encode(), lambda _: other).start()
     try:
-        with pytest.raises(ModelError, match="are others than the scheduler's, so its blocks are refused"):
-            with cluster_engine(model, [strange.address], monkeypatch):
-                pass
+        with (
+            pytest.raises(ModelError, match="are others than the scheduler's, so its blocks are refused"),
+            cluster_engine(model, [strange.address], monkeypatch),
+        ):
+            pass
         with hosts(tmp_path / "w", 1) as (worker,):
             addresses = [worker.address, strange.address]
             with cluster_engine(model, addresses, monkeypatch, cluster_blocks=2) as engine:
@@ -89,8 +91,8 @@ def test_a_worker_with_other_files_is_refused(
 def test_a_link_that_breaks_and_a_worker_that_hangs(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows between two workers that do not reach each other go by the scheduler. A worker that gives no sign of
-    life is left out, and what it sends later is nobody's."""
+    """Rows between two workers that do not reach each other go by the scheduler. A worker that gives no sign
+    of life is left out, and what it sends later is nobody's."""
     wanted = answer(Engine(model, EngineConfig(calibrate=False)))
     monkeypatch.setattr("coserve.cluster.remote.UNHEARD", 2.0)
     with hosts(tmp_path / "w", 3) as workers:

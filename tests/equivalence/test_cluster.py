@@ -73,7 +73,7 @@ def check_equal(found: Sequence[Completion], wanted: Sequence[Completion]) -> No
 @pytest.fixture(scope="module")
 def wanted(folders: dict[str, Path]) -> list[Completion]:
     """Answers of one process."""
-    return ask(Engine(folders["model"], EngineConfig(calibrate=False, cache_tokens=120, **SETTINGS)), folders)
+    return ask(Engine(folders["model"], EngineConfig(calibrate=False, cache_tokens=96, **SETTINGS)), folders)
 
 
 class EverElsewhere:
@@ -95,7 +95,7 @@ def test_three_workers_answer_as_one_process(
     """With preemption, prefixes that are shared, and adapters whose parts are on all workers."""
     with hosts(tmp_path / "w") as workers:
         addresses = [worker.address for worker in workers]
-        with cluster_engine(folders["model"], addresses, monkeypatch, cache_tokens=120, **SETTINGS) as engine:
+        with cluster_engine(folders["model"], addresses, monkeypatch, cache_tokens=96, **SETTINGS) as engine:
             check_equal(ask(engine, folders), wanted)
             assert engine.scheduler.stats.preemptions, "pages run out"
             assert front_of(engine).fleet.status() == {address: [n] for n, address in enumerate(addresses)}
@@ -113,7 +113,7 @@ def test_pages_follow_when_rows_go_elsewhere_in_every_step(
     """Each block is on two workers, and the rows of each pass go to another one: pages meet in the middle."""
     with hosts(tmp_path / "w") as workers:
         addresses = [worker.address for worker in workers]
-        settings = {"cache_tokens": 120, "cluster_copies": 2, **SETTINGS}
+        settings = {"cache_tokens": 96, "cluster_copies": 2, **SETTINGS}
         with cluster_engine(folders["model"], addresses, monkeypatch, **settings) as engine:
             front = front_of(engine)
             front.choose = EverElsewhere()
@@ -133,7 +133,7 @@ def test_a_worker_dies_in_mid_answer(
     One that comes back is used again."""
     with hosts(tmp_path / "w") as workers:
         addresses = [worker.address for worker in workers]
-        with cluster_engine(folders["model"], addresses, monkeypatch, cache_tokens=120, **SETTINGS) as engine:
+        with cluster_engine(folders["model"], addresses, monkeypatch, cache_tokens=96, **SETTINGS) as engine:
             front, passes = front_of(engine), itertools.count()
             run, alive = front.run, list(workers)
 

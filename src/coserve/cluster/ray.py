@@ -1,7 +1,7 @@
 """Workers on Ray: it places them, starts them, watches them and starts them again.
 
-Only addresses pass through Ray, no tensors. Its object store is kept small and its dashboard off. Its token is
-made of the cluster's key, so that one secret is all that the machines of a cluster have in common. Workers
+Only addresses pass through Ray, no tensors. Its object store is kept small and its dashboard off. Its token
+is made of the cluster's key, so that one secret is all that the machines of a cluster have in common. Workers
 inherit the key from the node that they are started on.
 """
 
@@ -55,8 +55,8 @@ def environment() -> dict[str, str]:
 
 
 def connect_ray(address: str = "") -> Any:
-    """The module `ray`, connected to the cluster whose head is at an address, by default that of the node that
-    this machine runs. Raises ConfigError, and ServerError where it cannot be reached."""
+    """The module `ray`, connected to the cluster whose head is at an address, by default that of the node
+    that this machine runs. Raises ConfigError, and ServerError where it cannot be reached."""
     os.environ.update(environment())  # which Ray reads as it is imported
     try:
         import ray
@@ -80,8 +80,9 @@ def connect_ray(address: str = "") -> Any:
 
 
 def start_node(head: str, host: str, port: int) -> RayNode:
-    """Starts a node of Ray on this machine: the head of a new cluster, or, where `head` is an address, one that
-    joins it. Raises ConfigError where there is a node already, and ServerError where it does not come up."""
+    """Starts a node of Ray on this machine: the head of a new cluster, or, where `head` is an address, one
+    that joins it. Raises ConfigError where there is a node already, and ServerError where it does not come
+    up."""
     if node_here() is not None:
         raise ConfigError("this machine runs a node of a cluster already: coserve cluster stop ends it")
     folder = _folder()
@@ -212,10 +213,8 @@ def _end(process: int) -> None:
         os.killpg(process, signal.SIGTERM)
     until = time.monotonic() + _STARTING
     while time.monotonic() < until:
-        try:
-            os.waitpid(process, os.WNOHANG)  # where it is a child of this process
-        except ChildProcessError:
-            pass
+        with suppress(ChildProcessError):  # it may be one of another process
+            os.waitpid(process, os.WNOHANG)
         try:
             os.kill(process, 0)
         except OSError:

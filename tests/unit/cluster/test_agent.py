@@ -13,7 +13,7 @@ def queue_of(*rows: tuple[str, set[int], int, bool, float], most: int = 8) -> Ag
 
 
 def test_who_has_pages_here_goes_first() -> None:
-    """In the order of their arrival, as do the others behind them; who has waited for too long waits no more."""
+    """In the order of arrival, as do the others behind them; who has waited for too long waits no more."""
     rows = [("a", {1}, 2, False, 0.0), ("b", {2}, 2, True, 0.1), ("c", {3}, 2, True, 0.2)]
     assert queue_of(*rows).take(0.3) == ["b", "c", "a"]
     assert queue_of(*rows, most=4).take(0.3) == ["b", "c"]
