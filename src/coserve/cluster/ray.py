@@ -27,7 +27,8 @@ NAMESPACE: Final = "coserve"
 PORT: Final = 6380
 _PREFIX: Final = "coserve-worker-"
 _STORE: Final = 80_000_000  # bytes of Ray's object store, the least that it takes
-_STARTING: Final = 60.0  # seconds in which a node of Ray is up
+_STARTING: Final = 60.0  # seconds in which a node of Ray is up, or has ended
+_LOADING: Final = 300.0  # and workers have imported all that they compute with
 _ANSWER: Final = 5.0  # seconds in which a worker tells its address
 
 
@@ -148,7 +149,7 @@ def start_workers(ray: Any, count: int, zoo: str, device: str, here: bool) -> li
         for name in names
     ]
     try:
-        addresses = ray.get([actor.address.remote() for actor in actors], timeout=_STARTING)
+        addresses = ray.get([actor.address.remote() for actor in actors], timeout=_LOADING)
     except Exception as error:
         raise ServerError(f"workers have not started: {str(error).strip().splitlines()[-1]}") from error
     return [RayWorker(name, address) for name, address in zip(names, addresses, strict=True)]
