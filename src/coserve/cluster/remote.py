@@ -46,7 +46,7 @@ class WorkerLink:
         self.queued: dict[int, int] = {}  # rows that wait at each instance, as last told
         self._passed, self._lost = passed, lost
         self._peer: Peer = connect(address, key, scheduler)
-        self._heard = time.monotonic()
+        self._heard, self._pinged = time.monotonic(), 0.0
         self._lock = threading.Lock()
         self._asked: dict[tuple[Any, ...], Future[Any]] = {}
         self._loaded: dict[int, BlockLoaded] = {}
@@ -74,9 +74,12 @@ class WorkerLink:
         return found
 
     def check(self) -> None:
-        """Asks for a sign of life, and ends the connection of a worker that has given none for too long."""
-        if time.monotonic() - self._heard > UNHEARD:
-            return self.close()
+        """Asks for a sign of life, and ends the connection of a worker that has not answered for too long. It
+        counts from the question: whoever asks may be late itself."""
+        now = time.monotonic()
+        if self._pinged > self._heard:
+            return self.close() if now - self._pinged > UNHEARD else None
+        self._pinged = now
         try:
             self.send(Ping())
         except Unreachable:
