@@ -48,7 +48,7 @@ _AVOIDED: Final = 30.0  # seconds in which rows do not use a link that has faile
 
 @dataclass(frozen=True, eq=False)
 class _SentNumber:
-    """What was sent to instances under one number, and where its outcome goes."""
+    """Rows or pages that were sent to instances under one number, and where its outcome goes."""
 
     instances: Sequence[HostedBlock]
     outcome: Outcomes

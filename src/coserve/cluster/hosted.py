@@ -1,4 +1,4 @@
-"""What a scheduler knows of block instances and of rows on their way."""
+"""A scheduler's records of block instances and of rows on their way."""
 
 import queue
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ class HostedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
-    """How a base is cut into blocks: their number, the instances of each, and what an instance is told of its
+    """The cut of a base into blocks: their number, the instances of each, and what an instance is told of its
     model and of its keys and values."""
 
     model: str

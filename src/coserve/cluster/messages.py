@@ -42,7 +42,7 @@ class Signed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
-    """Who calls: the id of a scheduler, or of none where it is a worker that brings rows."""
+    """The caller: the id of a scheduler, or none where it is a worker that brings rows."""
 
     scheduler: Text = ""
 

@@ -9,9 +9,9 @@ from coserve.zoo.views import view_of
 
 
 def finder_of(zoo: Path | None) -> Callable[[str], Path]:
-    """What finds a model's folder: the folder itself where it is there; else, in the worker's own zoo, that
-    of the model which a scheduler's zoo has written there, which is named by its content. Whether the files are
-    those of the scheduler is checked afterwards."""
+    """The way from a model's name to its folder: the folder itself where it is there; else, in the worker's
+    own zoo, that of the model which a scheduler's zoo has written there, which is named by its content. The
+    worker checks afterwards that the files are the scheduler's."""
 
     def find(name: str) -> Path:
         folder = Path(name)

@@ -67,7 +67,7 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
 
 
 def addresses_of(setting: str) -> Callable[[], Collection[str]]:
-    """What gives the addresses of a cluster's workers at any moment. Raises ConfigError."""
+    """A source of the addresses of a cluster's workers at any moment. Raises ConfigError."""
     if setting == RAY or setting.startswith(f"{RAY}:"):
         from coserve.cluster.ray import worker_addresses
 

@@ -184,7 +184,7 @@ def stop_node() -> RayNode | None:
 
 
 def worker_addresses(address: str = "") -> Callable[[], Collection[str]]:
-    """What gives the workers' addresses at any moment, as Ray knows them: one that was started again has
+    """A source of the workers' addresses at any moment, as Ray knows them: one that was started again has
     another one. Raises as `connect_ray`."""
     ray = connect_ray(address)
     return lambda: [one.address for one in workers(ray) if one.address]
