@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow browser pictures check bench docs wheel gpu tiny install dev clean
+.PHONY: demo test slow browser pictures check bench docs wheel gpu tiny install dev clean ray
 
 demo: install
 	@mkdir -p build
@@ -28,6 +28,11 @@ browser: dev $(VENV)/.browser
 # Makes the docs' pictures of the page anew.
 pictures: dev $(VENV)/.browser
 	OMP_NUM_THREADS=1 PAGE_PICTURES=docs/pictures $(BIN)/python -m pytest -m browser -k picture tests/browser
+
+# Workers on Ray, which is an extra of 285 MB: a minute, alone on the machine.
+ray: dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray
 
 check: dev
 	$(BIN)/ruff check src benchmarks tests examples

@@ -10,6 +10,7 @@ from coserve.errors import ConfigError
 
 MOST_THREADS: Final = 1024  # that compute
 MOST_RANKS: Final = 64  # of one model
+_MOST_BLOCKS: Final = 1024  # of one model
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,24 @@ class EngineConfig:
         Range(1, MOST_RANKS),
         Flag("Stages of a pipeline, each with some of the base's layers: GPUs, or processes.", "N"),
     ] = 1
+    # Each holds some of the base's layers, in a process of its own on any host.
+    cluster: Annotated[
+        str,
+        Flag(
+            "Workers that have the base's blocks (`coserve cluster`): unix:PATH or tcp:HOST:PORT, separated "
+            "by commas, or ray, or ray:HOST:PORT, for those of a Ray cluster. Their key is read from "
+            "COSERVE_CLUSTER_KEY.",
+            "ADDRESSES",
+        ),
+    ] = ""
+    cluster_blocks: Annotated[
+        int,
+        Range(0, _MOST_BLOCKS),
+        Flag("Blocks that --cluster cuts the base into; 0: as many as workers.", "N"),
+    ] = 0
+    cluster_copies: Annotated[
+        int, Range(1, MOST_RANKS), Flag("Workers of --cluster that have each of the blocks, at most.", "N")
+    ] = 1
     deterministic: Annotated[bool, Flag("Bitwise the same results, whatever else runs; slower.")] = False
     allow_special_tokens: Annotated[
         bool, Flag("Control tokens spelled in prompts, messages and training data are such, not text.")
@@ -157,6 +176,7 @@ class EngineConfig:
             raise ConfigError(f"engine.executor must be local or remote, not {self.executor!r}")
         self._check_base()
         self._check_ranks()
+        self._check_cluster()
         if self.deterministic:
             settings = self.scheduler_settings
             if settings["micro_batches_in_flight"] != 1 or settings["training_window"] is None:
@@ -212,6 +232,26 @@ class EngineConfig:
             if is_set:
                 raise ConfigError(f"engine.{name} does not go with engine.{setting}: {reason}")
 
+    def _check_cluster(self) -> None:
+        """Raises ConfigError for settings that do not go with blocks on a cluster, or need one."""
+        if not isinstance(given := self.cluster, str):
+            raise ConfigError(f"engine.cluster must be text, not {given!r}")
+        if not self.cluster:
+            return
+        refused = {
+            "base": (bool(self.base), "its linears are computed elsewhere already"),
+            "tensor_parallel": (self.tensor_parallel > 1, "a block is not cut"),
+            "pipeline_parallel": (self.pipeline_parallel > 1, "its blocks are the stages"),
+            "quantize": (self.quantize != "none", "a block has its layers as they are"),
+            "base_memory": (self.base_memory != "auto", "the workers' memory is not this engine's"),
+            "deterministic": (self.deterministic, "workers compute rows together as they come"),
+            "cache_dtype": (self.cache_dtype != "auto", "workers keep keys and values in the model's type"),
+            "executor": (self.executor != "local", "its workers are processes of their own already"),
+        }
+        for name, (is_set, reason) in refused.items():
+            if is_set:
+                raise ConfigError(f"engine.{name} does not go with engine.cluster: {reason}")
+
     @property
     def ranks(self) -> int:
         """Processes that compute the base together."""
@@ -234,10 +274,10 @@ class EngineConfig:
     @property
     def swap_nbytes(self) -> int:
         """Bytes of the second tier of keys and values: none with several ranks, of which each would have its
-        own when it comes back. Raises ConfigError."""
+        own when it comes back, or where a cluster has the pages. Raises ConfigError."""
         try:
             nbytes = read_size(str(self.swap_space))
-            return nbytes if self.ranks == 1 else 0
+            return nbytes if self.ranks == 1 and not self.cluster else 0
         except ConfigError as error:
             raise ConfigError(f"engine.swap_space: {error}") from error
 

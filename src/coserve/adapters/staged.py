@@ -57,6 +57,10 @@ class StageShards(AdapterShards):
         if adapter.virtual.count or any(bypass.shared for _, bypass in adapter.placed()):
             what = "virtual tokens" if adapter.virtual.count else "parameters that its layers share"
             raise AdapterError(f"adapter {adapter.name!r} has {what}: {_NOT_OFFERED}")
+        return self.part(adapter)
+
+    def part(self, adapter: AdapterVersion) -> AdapterVersion:
+        """The bypasses of an adapter that are in this stage."""
         outline = adapter.with_parameters({n: t.to("meta") for n, t in adapter.parameters().items()})
         parts = tuple(
             replace(

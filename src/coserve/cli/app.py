@@ -8,6 +8,7 @@ import typer
 from coserve.cli import (
     adapters,
     chat,
+    cluster,
     demo,
     doctor,
     executor,
@@ -43,6 +44,7 @@ app.add_typer(quarantine.app, name="quarantine")
 app.add_typer(zoo.app, name="zoo")
 add_bench(app)
 app.command()(executor.executor)
+app.add_typer(cluster.app, name="cluster")
 app.command()(status.status)
 app.command()(plan.plan)
 app.command()(simulate.simulate)

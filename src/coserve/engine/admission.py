@@ -60,7 +60,8 @@ class Admission:
         self._memory, self._executor, self._base, self.steps = memory, executor, base, steps
         self._base_owner = base_owner("base", memory.base_id)
         self._backward_owner = base_owner(_BACKWARD, memory.base_id)
-        self._row_nbytes = replayed_bytes(base, 1)  # computed once, as it looks at every linear
+        # Computed once, as it looks at every linear. Nothing is replayed where layers are on a cluster.
+        self._row_nbytes = max(replayed_bytes(base, 1), 1)
         self._ledger = memory.ledger
         self.line, self._waiting = line, line.waiting
         # Of all jobs that have entered, computed once: it takes most of a millisecond.

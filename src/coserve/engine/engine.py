@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.paging.stored import StoredVersion
+from coserve.cluster.opening import open_cluster
 from coserve.config import EngineConfig, StitchedChain
 from coserve.core.events import Event
 from coserve.core.request import BASE, SLO, FinishReason, Request, SamplingParams
@@ -107,7 +108,8 @@ class Engine:
         if opened is None:
             room = base_memory(model, config, self.memory.ledger, counts_libraries)
             placed = config if room is None else replace(config, base_memory=room)
-            opened = open_executor(model, placed, lambda: getattr(texts(), "tokenizer", None))
+            opening = open_cluster if config.cluster else open_executor
+            opened = opening(model, placed, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
         self.streaming = self.executor.spec.streaming
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
@@ -181,7 +183,7 @@ class Engine:
         self.sessions = Sessions(host)
         self.rollouts = Rollouts(self.generate, self.text, lambda: self.loop.others_wait, config.max_running)
         self.training: Training = Training(host, self.sessions, self.rollouts, self.adapters.save)
-        if config.calibrate:
+        if config.calibrate and not config.cluster:  # what is measured trains
             self.calibrate()
         self.loop.join(base_id, self, self.executor, self.cost, partial(self._cache, settings))
 
@@ -228,6 +230,7 @@ class Engine:
         for name, is_set in (
             ("async_scheduling", bool(config.async_scheduling)),
             ("base", bool(config.base)),
+            ("cluster", bool(config.cluster)),
             ("pipeline_parallel", config.pipeline_parallel > 1),
         ):
             if is_set:

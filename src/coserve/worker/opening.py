@@ -98,11 +98,14 @@ def open_local(
     return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, grammars)
 
 
-def open_loaded(base: Base, config: EngineConfig) -> Opened:
-    """Opens an executor on this process's device for a base in memory as a whole, without grammars. Raises
-    ConfigError where the cache does not fit into memory."""
-    worker = _make(base, config, None, 0, None)
-    return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, None)
+def open_loaded(
+    base: Base, config: EngineConfig, kind: type[Worker] = Worker, tokenizer: Any = None
+) -> Opened:
+    """Opens an executor on this process's device for a base that is loaded, without grammars where there is
+    no tokenizer. Raises ConfigError where the cache does not fit into memory."""
+    grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
+    worker = _make(base, config, grammars, 0, None, kind)
+    return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, grammars)
 
 
 def open_remote(

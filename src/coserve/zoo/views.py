@@ -108,7 +108,7 @@ def serve_from(zoo: Zoo, name: str | None = None, least: float = LEAST) -> Serve
             continue
         base = applications[one.parent]
         if one.is_adapter:
-            adapters[one.name] = _view(zoo, one)
+            adapters[one.name] = view_of(zoo, one)
         else:
             owns[one.name] = cache(partial(own_weights, zoo, one, base))
             try:
@@ -230,13 +230,13 @@ def _models(
         if name not in applications:
             raise ZooError(f"the zoo has no {name!r}; it has {', '.join(applications) or 'nothing'}")
         found = model_of(applications[name])
-        return {found.name: _view(zoo, found)}, {}
+        return {found.name: view_of(zoo, found)}, {}
     models, left_out = dict[str, Path](), dict[str, str]()
     for one in applications.values():
         if one.parent:
             continue
         try:
-            folder = _view(zoo, one)
+            folder = view_of(zoo, one)
             for other in models:
                 _check_together(applications[other], models[other], one, folder)
             models[one.name] = folder
@@ -269,7 +269,7 @@ def _check_together(first: Application, folder: Path, other: Application, its: P
         raise ZooError(f"it has another chat template or other special tokens than {first.name}: {alone}")
 
 
-def _view(zoo: Zoo, application: Application) -> Path:
+def view_of(zoo: Zoo, application: Application) -> Path:
     """The folder of an application, exported unless it is there."""
     folder = _folder(zoo, application.digest)
     if not _is_made(folder):

@@ -47,6 +47,8 @@ RANGES: Final = {
         "threads": (-1, 0, 1024, 1025),
         "tensor_parallel": (0, 1, 64, 65),
         "pipeline_parallel": (0, 1, 64, 65),
+        "cluster_blocks": (-1, 0, 1024, 1025),
+        "cluster_copies": (0, 1, 64, 65),
         "cache_tokens": _COUNT,
         "max_running": _COUNT,
         "page_size": _COUNT,

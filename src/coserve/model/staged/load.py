@@ -51,23 +51,25 @@ def load_staged(
         return _LoadedStage(stage, ranks, where).base_of(loaded, contents, prove)
 
 
-class StageCut:
-    """The cut of one model: what one of several stages has of it."""
+class SpanCut:
+    """The cut of one model: the layers of a span, and the embeddings and the head where these are asked
+    for."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._number, self._count = ranks.number, ranks.count
+    def __init__(self, has_embedding: bool, has_head: bool) -> None:
+        self._has_embedding, self._has_head = has_embedding, has_head
         self.modules: Modules  # of the whole
         self.span = range(0)  # of the layers that stay
         self.parameters = 0  # of the whole
 
+    def choose(self, depth: int) -> range:
+        """The layers that stay, of a model with so many. Raises UnsupportedModel."""
+        raise NotImplementedError
+
     def take_out(self, model: PreTrainedModel) -> None:
-        """Takes out what other stages have of a model, whose parameters may be on the meta device. Raises
+        """Takes out the rest of a model, whose parameters may be on the meta device. Raises
         UnsupportedModel."""
-        layers, number, count = decoder_layers(model), self._number, self._count
-        if len(layers) < count:
-            raise UnsupportedModel(f"its {len(layers)} layers cannot be cut into {count} stages")
-        own = stage_spans(len(layers), count)[number]
-        self.span = range(own.first, own.last)
+        layers = decoder_layers(model)
+        self.span = self.choose(len(layers))
         modules = Modules.of(model)
         is_tied = f"{modules.head}.weight" in model.all_tied_weights_keys  # which transformers does later
         self.modules, self.parameters = replace(modules, tied=is_tied), model.num_parameters()
@@ -76,22 +78,36 @@ class StageCut:
         for index, (path, layer) in enumerate(layers.items()):
             if index not in self.span:
                 put(model, path, AbsentLayer(layer))
-        is_last = number == count - 1
         inside = tuple(f"{path}." for path in layers)
         for path, module in list(model.named_modules()):
             is_head = path == modules.head
-            if is_head and not is_last:
+            if is_head and not self._has_head:
                 put(model, path, AbsentHead(module))
-            # The last stage reads the embedding where that is its head.
+            # Whoever has the head reads the embedding where that is the head.
             elif (
-                number
+                not self._has_embedding
                 and type(module) is nn.Embedding
                 and not path.startswith(inside)
-                and not (is_last and is_tied and module is model.get_input_embeddings())
+                and not (self._has_head and is_tied and module is model.get_input_embeddings())
             ):
                 put(model, path, AbsentEmbedding(module))
-        if not is_last:
+        if not self._has_head:
             model.all_tied_weights_keys = {}  # of the two the embedding alone is here
+
+
+class StageCut(SpanCut):
+    """The cut of one of several stages: the first has the embeddings, the last one the head."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(not ranks.number, ranks.number == ranks.count - 1)
+        self._number, self._count = ranks.number, ranks.count
+
+    def choose(self, depth: int) -> range:
+        """See `SpanCut`."""
+        if depth < self._count:
+            raise UnsupportedModel(f"its {depth} layers cannot be cut into {self._count} stages")
+        own = stage_spans(depth, self._count)[self._number]
+        return range(own.first, own.last)
 
 
 class _LoadedStage:

@@ -1,0 +1,114 @@
+"""The scheduler's choice of an instance for a sequence's rows, from its live record of the cluster."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+from coserve.cluster.dispatch import SCHEDULER, Dispatch, DispatchSettings
+from coserve.cluster.hosted import HostedBlock, SequenceRows
+from coserve.cluster.records import (
+    BlockInstance,
+    ChainRequest,
+    ClusterBlock,
+    ClusterLink,
+    ClusterView,
+    ClusterWorker,
+    ComputeProfile,
+)
+from coserve.core.ranges import MOST_COUNT
+from coserve.split.address import Address
+
+_LOCAL: Final = 2e9  # bytes a second on one host before any are measured
+_REMOTE: Final = 1e8  # and between two, as 1 Gbit/s gives
+_GUESS: Final = 1e-3  # seconds of a pass that nobody has measured
+_CONTENT: Final = "block"
+
+
+class ChooseInstance(Protocol):
+    """The choice of one of a block's instances, of which there are several, for rows that are at the instance
+    `before`; `planned` are rows that the same pass sends to instances, by their numbers."""
+
+    def __call__(
+        self,
+        rows: SequenceRows,
+        before: HostedBlock | None,
+        candidates: Sequence[HostedBlock],
+        planned: Mapping[int, int],
+        page_size: int,
+    ) -> HostedBlock: ...
+
+
+class LiveDispatch:
+    """The estimate of `cluster/dispatch.py` with what this scheduler has measured: seconds of passes, and the
+    `rates` of links."""
+
+    def __init__(self, rates: Mapping[tuple[str, str], float]) -> None:
+        self._rates = rates
+
+    def __call__(
+        self,
+        rows: SequenceRows,
+        before: HostedBlock | None,
+        candidates: Sequence[HostedBlock],
+        planned: Mapping[int, int],
+        page_size: int,
+    ) -> HostedBlock:
+        """See `ChooseInstance`."""
+        named = {one.worker.address: one for one in candidates}
+        token_nbytes = max(candidates[0].loaded.page_nbytes // page_size, 1)
+        held = {name: _held(one, rows, page_size) for name, one in named.items() if rows.context}
+        view = ClusterView(
+            {name: _worker(name, one) for name, one in named.items()},
+            {_CONTENT: ClusterBlock(_CONTENT, 0, token_nbytes, 1, _profile(candidates))},
+            tuple(_instance(name, one, planned) for name, one in named.items()),
+            self._links(before, named),
+        )
+        request = ChainRequest(rows.key, rows.context, rows.length, {_CONTENT: held})
+        sender = SCHEDULER if before is None else before.worker.address
+        found = Dispatch(DispatchSettings(page=page_size)).choose(view, request, _CONTENT, sender)
+        return candidates[0] if found is None else named[found.worker]
+
+    def _links(
+        self, before: HostedBlock | None, named: Mapping[str, HostedBlock]
+    ) -> dict[tuple[str, str], ClusterLink]:
+        links = {(SCHEDULER, name): ClusterLink(_REMOTE) for name in named}
+        for one in [*([] if before is None else [before]), *named.values()]:
+            for other in named.values():
+                if one.worker is not other.worker:
+                    rate = link_rate(one, other, self._rates)
+                    links[one.worker.address, other.worker.address] = ClusterLink(rate)
+        return links
+
+
+def link_rate(sender: HostedBlock, receiver: HostedBlock, rates: Mapping[tuple[str, str], float]) -> float:
+    """Bytes a second between two workers, as measured, or guessed from where they are."""
+    pair = sender.worker.address, receiver.worker.address
+    hosts = {Address.parse(address).host for address in pair}
+    return max(rates.get(pair, _LOCAL if len(hosts) == 1 else _REMOTE), 1.0)
+
+
+def _held(one: HostedBlock, rows: SequenceRows, page_size: int) -> int:
+    """Tokens from the front on of which an instance has the pages."""
+    lacking = one.lacking(rows.pages, rows.context, page_size)
+    return min(lacking[0] * page_size, rows.context) if lacking else rows.context
+
+
+def _worker(name: str, one: HostedBlock) -> ClusterWorker:
+    """A worker. Its instances' pages are allocated as they are opened, so memory decides nothing here."""
+    return ClusterWorker(name, Address.parse(name).host, MOST_COUNT, 0, 1.0, 1.0, one.rate or 1 / _GUESS)
+
+
+def _profile(candidates: Sequence[HostedBlock]) -> ComputeProfile:
+    """The block's seconds by rows, as its instances have taken them on average; growing, as passes of few
+    rows may be slow at times."""
+    sizes = sorted({size for one in candidates for size in one.seconds})
+    points, least = list[tuple[int, float]](), 0.0
+    for size in sizes:
+        own = [one.seconds[size] for one in candidates if size in one.seconds]
+        least = max(least, sum(own) / len(own))
+        points.append((size, least))
+    return ComputeProfile(tuple(points or [(1, _GUESS)]))
+
+
+def _instance(name: str, one: HostedBlock, planned: Mapping[int, int]) -> BlockInstance:
+    rows = one.rows + planned.get(one.number, 0)
+    return BlockInstance(name, _CONTENT, (rows,) if rows else (), most_queued=MOST_COUNT)

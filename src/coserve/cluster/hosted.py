@@ -1,0 +1,82 @@
+"""A scheduler's records of block instances and of rows on their way."""
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import Tensor
+
+from coserve.cluster.messages import BlockLoaded, RowsFailed, RowsPassed
+from coserve.cluster.remote import WorkerLink
+
+# A number with its outcome and tensors; None where a worker was lost.
+Outcomes: TypeAlias = "queue.SimpleQueue[tuple[int, RowsPassed | RowsFailed | None, list[Tensor]]]"
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRows:
+    """Rows of one sequence in a pass: `length` of them after `context` positions, whose keys and values are
+    in `pages`. `embedded` gives the embeddings [count, width] of its tokens from a position on."""
+
+    key: int
+    length: int
+    context: int
+    pages: Sequence[int]
+    adapter: str
+    goes_on: bool
+    embedded: Callable[[int, int], Tensor]
+
+
+@dataclass(eq=False)
+class HostedBlock:
+    """An instance on a worker. `filled` has the pages that are clean there, with the tokens in each."""
+
+    number: int
+    block: int
+    worker: WorkerLink
+    loaded: BlockLoaded
+    filled: dict[int, int] = field(default_factory=dict)
+    rows: int = 0  # on their way there
+    seconds: dict[int, float] = field(default_factory=dict)  # of a pass, by its rows up to a power of two
+
+    @property
+    def rate(self) -> float:
+        """Rows a second of the largest passes so far; 0 before any."""
+        most = max(self.seconds, default=0)
+        return most / self.seconds[most] if most else 0.0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Notes the seconds of a pass. The latest count for half: other load comes and goes."""
+        size, seconds = 1 << (rows - 1).bit_length(), max(seconds, 1e-7)
+        self.seconds[size] = (self.seconds.get(size, seconds) + seconds) / 2
+
+    def lacking(self, pages: Sequence[int], tokens: int, page_size: int) -> list[int]:
+        """Places in `pages` of those that lack some of so many tokens."""
+        return [
+            place
+            for place in range(-(-tokens // page_size))
+            if self.filled.get(pages[place], 0) < min(page_size, tokens - place * page_size)
+        ]
+
+    def note(self, pages: Sequence[int], tokens: int, page_size: int) -> None:
+        """Notes that the pages hold so many tokens."""
+        for place in range(-(-tokens // page_size)):
+            there = min(page_size, tokens - place * page_size)
+            self.filled[pages[place]] = max(self.filled.get(pages[place], 0), there)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSettings:
+    """The cut of a base into blocks: their number, the instances of each, and what an instance is told of its
+    model and of its keys and values."""
+
+    model: str
+    files: str
+    depth: int
+    blocks: int
+    copies: int
+    dtype: str
+    pages: int
+    page_size: int
+    sequences: int

@@ -1,0 +1,178 @@
+"""One block instance of a worker: the block's layers, keys and values of a scheduler's sequences in them, and
+its adapters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coserve.adapters.bypass import Bypasses
+from coserve.adapters.loaded import LoadedAdapters
+from coserve.adapters.sites import Site
+from coserve.adapters.slot_pools import LoraSlotPools
+from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
+from coserve.attention.paged import make_batched
+from coserve.cluster.blocks import BlockShards, merged_sites
+from coserve.cluster.messages import PassRows, RowSegment
+from coserve.errors import ConfigError, RequestError
+from coserve.executors.codec import Codec
+from coserve.executors.executor import LoadAdapter
+from coserve.model.base import Base
+from coserve.model.batch import FusedRows
+from coserve.model.together import linears_together
+from coserve.worker.inference import InferenceBatch
+
+
+@dataclass(frozen=True, eq=False)
+class ArrivedRows:
+    """Rows [rows, width] that came with a message, for its first hop."""
+
+    message: PassRows
+    hidden: Tensor
+
+
+class OpenBlock:
+    """An instance: its number is its scheduler's. Adapters and pages are changed by one thread at a time, as
+    the worker has it."""
+
+    def __init__(
+        self, base: Base, content: str, span: range, pages: int, page_size: int, sequences: int
+    ) -> None:
+        """Raises ConfigError where the keys and values do not fit into memory."""
+        self.base, self.content, self.span = base, content, span
+        self._shards = BlockShards(base.sites, span, base.depth)
+        try:
+            self.attention = make_batched(base.caches, pages, page_size, base.dtype, base.device)
+        except RuntimeError as error:  # torch is out of memory
+            raise ConfigError(
+                f"keys and values of {pages * page_size} tokens do not fit into the worker's memory"
+            ) from error
+        self._slots = LoraSlotPools(linears_together(base), sequences, base.device)
+        self.loaded = LoadedAdapters(lambda version: self._slots.forget(version.bypasses))
+
+    def tell_sites(self, sites: Sequence[Site]) -> None:
+        """Notes the sites of the whole model."""
+        self.base.sites = merged_sites(self.base.modules.paths, [sites])
+        self._shards = BlockShards(self.base.sites, self.span, self.base.depth)
+
+    def hold(self, adapter: bytes) -> None:
+        """Holds the part of an adapter version that is in this block. Raises AdapterError."""
+        base = self.base
+        command = Codec(base.frame, base.dtype, base.device).decode_command(adapter)
+        if not isinstance(command, LoadAdapter):
+            raise RequestError("an instance holds adapters, and nothing else")
+        part = self._shards.cut(command.adapter)
+        _ = part.bypasses  # computed here, not in the first pass with its rows
+        self.loaded.add(part)
+
+    @torch.no_grad()
+    def run(self, arrived: Sequence[ArrivedRows]) -> list[Tensor]:
+        """Takes the rows of several messages through the block in one pass; returns them message by message.
+        Raises RequestError for pages that this instance has not, and AdapterNotFound."""
+        self._clean(arrived)
+        found = [(one.hidden, place, segment) for one in arrived for place, segment in _placed(one.message)]
+        order = sorted(range(len(found)), key=lambda i: (found[i][2].length > 1, found[i][2].adapter))
+        segments = [found[i][2] for i in order]
+        hidden = torch.cat([found[i][0][found[i][1]] for i in order]).to(self.base.device, self.base.dtype)
+        passed = torch.split(self._passed(hidden, segments), [segment.length for segment in segments])
+        back = {i: rows for i, rows in zip(order, passed, strict=True)}
+        parts, start = list[Tensor](), 0
+        for one in arrived:
+            count = len(one.message.segments)
+            parts.append(torch.cat([back[start + i] for i in range(count)]))
+            start += count
+        return parts
+
+    def read_pages(self, pages: Sequence[int]) -> Tensor:
+        """The bytes of pages [pages, bytes]. Raises RequestError."""
+        self._check(pages)
+        into = torch.empty(len(pages), self.attention.page_nbytes, dtype=torch.uint8, device=self.base.device)
+        self.attention.read_pages(pages, into)
+        return into.cpu()
+
+    def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
+        """Fills pages with bytes that `read_pages` of another instance gave. Raises RequestError."""
+        self._check(pages)
+        if tuple(data.shape) != (len(pages), self.attention.page_nbytes) or data.dtype != torch.uint8:
+            raise RequestError(f"{tuple(data.shape)} bytes are not those of {len(pages)} pages of this block")
+        self.attention.write_pages(pages, data.to(self.base.device))
+
+    def _clean(self, arrived: Sequence[ArrivedRows]) -> None:
+        pages = sorted({page for one in arrived for page in one.message.hops[0].clean})
+        self._check(pages)
+        if pages:
+            self.attention.clean(pages)
+
+    def _check(self, pages: Sequence[int]) -> None:
+        if pages and max(pages) >= self.attention.padding_page:
+            raise RequestError(f"page {max(pages)}, and this instance has {self.attention.padding_page}")
+
+    def _passed(self, hidden: Tensor, segments: Sequence[RowSegment]) -> Tensor:
+        base, rows = self.base, len(hidden)
+        common = self._common(segments)
+        adapters = self._adapters(segments)
+        positions = common.positions
+        if missing := base.row_buckets.pad_rows(rows) - rows:
+            hidden, positions = F.pad(hidden, (0, 0, 0, missing)), F.pad(positions, (0, missing))
+        _, calls = base.prologue(torch.zeros_like(positions), positions)
+        part = InferenceRows(self.attention, common, len(hidden))
+        lora = self._slots.batch(adapters)
+        fused = FusedRows([part], lora.rest, lora, False, slice(rows, len(hidden)))
+        batch = InferenceBatch((), common.query_lens, hidden[None], part, calls, adapters, self.span)
+        base.chain.forward([batch], self.span, compose=lambda _: (fused, calls))
+        return batch.hidden[0, :rows].cpu()
+
+    def _common(self, segments: Sequence[RowSegment]) -> CommonAttentionMetadata:
+        size, device = self.attention.page_size, self.base.device
+        ends = [segment.context + segment.length for segment in segments]
+        table = torch.full(
+            (len(segments), -(-max(ends) // size)), self.attention.padding_page, dtype=torch.long
+        )
+        for line, (segment, end) in enumerate(zip(segments, ends, strict=True)):
+            pages = segment.pages[: -(-end // size)]
+            self._check(pages)
+            if len(pages) * size < end:
+                raise RequestError(f"{len(segment.pages)} pages do not hold {end} positions")
+            table[line, : len(pages)] = torch.tensor(pages, dtype=torch.long)
+        positions = [torch.arange(segment.context, end) for segment, end in zip(segments, ends, strict=True)]
+        decodes = sum(segment.length == 1 for segment in segments)
+        return CommonAttentionMetadata(
+            table.to(device),
+            torch.cat(positions).to(device),
+            [segment.length for segment in segments],
+            ends,
+            decodes,
+        )
+
+    def _adapters(self, segments: Sequence[RowSegment]) -> list[tuple[slice, Bypasses]]:
+        ranges, start = list[tuple[slice, Bypasses]](), 0
+        for key, group in groupby(segments, lambda segment: segment.adapter):
+            end = start + sum(segment.length for segment in group)
+            if key:
+                own = self.loaded.find(key).bypasses
+                self._slots.use(own)
+                ranges.append((slice(start, end), own))
+            start = end
+        return ranges
+
+
+def _placed(message: PassRows) -> list[tuple[slice, RowSegment]]:
+    """The rows of each segment in its message."""
+    found, start = list[tuple[slice, RowSegment]](), 0
+    for segment in message.segments:
+        found.append((slice(start, start + segment.length), segment))
+        start += segment.length
+    return found
+
+
+def check_rows(message: PassRows, tensors: Sequence[Tensor], width: int) -> Tensor:
+    """The rows of a message. Raises ConnectionError where it has others."""
+    rows = sum(segment.length for segment in message.segments)
+    if not message.hops or not rows or any(not segment.length for segment in message.segments):
+        raise ConnectionError("rows without a segment or a way")
+    if len(tensors) != 1 or tuple(tensors[0].shape) != (rows, width):
+        raise ConnectionError(f"a message of {rows} rows has other tensors")
+    return tensors[0]

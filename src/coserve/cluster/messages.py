@@ -1,0 +1,235 @@
+"""Messages between a scheduler and the workers of a cluster, and between workers; msgspec, never torch.
+
+Tensors follow a message as raw bytes; `Envelope` has their shapes. A scheduler numbers its instances and its
+passes, and never uses a number twice: what comes late names what is no longer there.
+"""
+
+from typing import Annotated, Final
+
+import msgspec
+
+from coserve.core.ranges import MOST_COUNT
+from coserve.errors import CoserveError, error_named
+
+MOST_BYTES: Final = 1 << 31  # of the tensors behind one message
+MOST_MESSAGE: Final = 1 << 30  # of a message without them: an adapter is the longest
+_MOST_TENSORS: Final = 16
+
+Number = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class TensorShape(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one width behind a message."""
+
+    rows: Count
+    width: Count
+    dtype: Text
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    """Bytes that whoever has the cluster's key signs."""
+
+    nonce: bytes
+
+
+class Signed(msgspec.Struct, frozen=True, tag=True):
+    """The signature of a challenge, with one of the caller's own."""
+
+    signature: bytes
+    nonce: bytes = b""
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True):
+    """The caller: the id of a scheduler, or none where it is a worker that brings rows."""
+
+    scheduler: Text = ""
+
+
+class LoadBlock(msgspec.Struct, frozen=True, tag=True):
+    """Opens the instance `number`: layers [first, last) of a model whose files have the content `files`, with
+    room for keys and values."""
+
+    number: Number
+    model: Text
+    files: Text
+    first: Count
+    last: Count
+    dtype: Text
+    pages: Count
+    page_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
+    sequences: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
+
+
+class BlockLoaded(msgspec.Struct, frozen=True, tag=True):
+    """An instance that is open: the content hash of its block, its bytes, those of keys and values, its sites
+    for adapters (encoded), and how long sequences may be."""
+
+    number: Number
+    content: Text
+    nbytes: Number
+    cache_nbytes: Number
+    page_nbytes: Number
+    max_positions: Count
+    sites: bytes
+
+
+class TellSites(msgspec.Struct, frozen=True, tag=True):
+    """The sites of all blocks of a model (encoded), by which adapters are read."""
+
+    number: Number
+    sites: bytes
+
+
+class HoldAdapter(msgspec.Struct, frozen=True, tag=True):
+    """An adapter version for an instance, encoded."""
+
+    number: Number
+    key: Text
+    adapter: bytes
+
+
+class DropVersions(msgspec.Struct, frozen=True, tag=True):
+    """Adapter versions that an instance holds no longer."""
+
+    number: Number
+    keys: tuple[Text, ...]
+
+
+class CloseBlock(msgspec.Struct, frozen=True, tag=True):
+    """Closes an instance."""
+
+    number: Number
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """A message about an instance was carried out, or why not; `what` is a `LoadBlock`'s or a key."""
+
+    number: Number
+    what: Text = ""
+    fault: tuple[str, str] | None = None
+
+
+class ReadFrozen(msgspec.Struct, frozen=True, tag=True):
+    """Reads the `weight`, `bias` or `gain` of a module of an instance's block."""
+
+    number: Number
+    path: Text
+    what: Text
+
+
+class FrozenRead(msgspec.Struct, frozen=True, tag=True):
+    """A parameter that was read, of one dimension or two; nothing follows where there is none."""
+
+    number: Number
+    path: Text
+    dimensions: Count = 0
+    fault: tuple[str, str] | None = None
+
+
+class RowSegment(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one sequence: `length` of them after `context` positions, whose keys and values are in `pages`,
+    and the key of its adapter. `goes_on` tells that its next row is soon to come."""
+
+    key: int
+    length: Count
+    context: Count
+    pages: tuple[Count, ...]
+    adapter: Text = ""
+    goes_on: bool = False
+
+
+class Hop(msgspec.Struct, frozen=True, array_like=True):
+    """An instance that rows pass: its worker's address, its number, and pages to be cleaned before."""
+
+    address: Text
+    instance: Number
+    clean: tuple[Count, ...] = ()
+
+
+class PassRows(msgspec.Struct, frozen=True, tag=True):
+    """Rows [rows, width] on their way through the rest of their blocks; the last worker sends them back.
+    `seconds` are those in which the blocks before computed."""
+
+    number: Number
+    scheduler: Text
+    segments: tuple[RowSegment, ...]
+    hops: tuple[Hop, ...]
+    seconds: tuple[float, ...] = ()
+
+
+class RowsPassed(msgspec.Struct, frozen=True, tag=True):
+    """Rows that have passed their blocks, with the seconds that each computed."""
+
+    number: Number
+    seconds: tuple[float, ...] = ()
+
+
+class RowsFailed(msgspec.Struct, frozen=True, tag=True):
+    """Rows that did not pass: the error, and the address that could not be reached if that is the reason."""
+
+    number: Number
+    kind: Text
+    text: Text
+    unreached: Text = ""
+
+
+class CancelRows(msgspec.Struct, frozen=True, tag=True):
+    """Passes and moves of pages that no longer count, wherever they are."""
+
+    numbers: tuple[Number, ...]
+
+
+class CopyPages(msgspec.Struct, frozen=True, tag=True):
+    """Has the worker of `instance` send pages to another one."""
+
+    number: Number
+    scheduler: Text
+    instance: Number
+    pages: tuple[Count, ...]
+    target: Hop
+
+
+class PutPages(msgspec.Struct, frozen=True, tag=True):
+    """Pages [pages, bytes] for an instance."""
+
+    number: Number
+    scheduler: Text
+    instance: Number
+    pages: tuple[Count, ...]
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life that is asked for."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life, with the rows that wait at each instance."""
+
+    queued: dict[int, int]
+
+
+Message = (
+    Challenge | Signed | Greeting | LoadBlock | BlockLoaded | TellSites | HoldAdapter | DropVersions
+    | CloseBlock | Settled | ReadFrozen | FrozenRead | PassRows | RowsPassed | RowsFailed | CancelRows
+    | CopyPages | PutPages | Ping | Pong
+)  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """A message with the shapes of the tensors behind it."""
+
+    message: Message
+    tensors: Annotated[tuple[TensorShape, ...], msgspec.Meta(max_length=_MOST_TENSORS)] = ()
+
+
+def fault_of(error: CoserveError) -> tuple[str, str]:
+    """An error as a message has it."""
+    return type(error).__name__, str(error)
+
+
+def raise_fault(fault: tuple[str, str] | None) -> None:
+    """Raises the error that a message tells of, if it does."""
+    if fault is not None:
+        raise error_named(*fault)

@@ -1,0 +1,158 @@
+"""A scheduler's end of one worker: its connection, what was asked of it, and whether it is heard."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from coserve.cluster.messages import (
+    BlockLoaded,
+    FrozenRead,
+    LoadBlock,
+    Message,
+    Ping,
+    Pong,
+    ReadFrozen,
+    RowsFailed,
+    RowsPassed,
+    Settled,
+    raise_fault,
+)
+from coserve.cluster.peer import UNHEARD, Peer, connect, hang_up
+from coserve.errors import CoserveError, Unreachable, error_named
+
+_LOADING: Final = 600.0  # seconds in which a block is loaded, or an adapter read
+Outcome = Callable[[int, RowsPassed | RowsFailed, list[Tensor]], object]
+
+
+class WorkerLink:
+    """A worker that a scheduler has connected. `passed` is told of rows and pages, `lost` of the end, each
+    once and on the connection's thread."""
+
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        scheduler: str,
+        passed: Outcome,
+        lost: Callable[["WorkerLink"], object],
+    ) -> None:
+        """Connects. Raises Unreachable."""
+        self.address, self.is_alive = address, True
+        self.queued: dict[int, int] = {}  # rows that wait at each instance, as last told
+        self._passed, self._lost = passed, lost
+        self._peer: Peer = connect(address, key, scheduler)
+        self._heard, self._pinged = time.monotonic(), 0.0
+        self._lock = threading.Lock()
+        self._asked: dict[tuple[Any, ...], Future[Any]] = {}
+        self._loaded: dict[int, BlockLoaded] = {}
+        threading.Thread(target=self._listen, name=f"coserve-from-{address}", daemon=True).start()
+
+    def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+        """Sends a message. Raises Unreachable, and the worker is lost then."""
+        try:
+            self._peer.send(message, tensors)
+        except OSError as error:
+            raise Unreachable(f"the worker at {self.address} cannot be reached: {error}") from error
+
+    def ask(self, message: Message, number: int, what: str = "") -> None:
+        """Sends a message and waits until it was carried out. Raises the worker's error, and Unreachable."""
+        self._call(message, (number, what))
+
+    def load(self, message: LoadBlock) -> BlockLoaded:
+        """Loads a block. Raises the worker's error, and Unreachable."""
+        self._call(message, (message.number, ""))
+        return self._loaded.pop(message.number)
+
+    def read(self, message: ReadFrozen) -> Tensor | None:
+        """A frozen parameter. Raises the worker's error, and Unreachable."""
+        found: Tensor | None = self._call(message, (message.number, message.path, "read"))
+        return found
+
+    def check(self) -> None:
+        """Asks for a sign of life, and ends the connection of a worker that has not answered for too long. It
+        counts from the question: whoever asks may be late itself."""
+        now = time.monotonic()
+        if self._pinged > self._heard:
+            return self.close() if now - self._pinged > UNHEARD else None
+        self._pinged = now
+        try:
+            self.send(Ping())
+        except Unreachable:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._peer.close()
+
+    def _call(self, message: Message, key: tuple[Any, ...]) -> Any:
+        future: Future[Any] = Future()
+        with self._lock:
+            if not self.is_alive:
+                raise Unreachable(f"the worker at {self.address} is gone")
+            self._asked[key] = future
+        self.send(message)
+        try:
+            return future.result(_LOADING)
+        except TimeoutError:
+            raise Unreachable(f"the worker at {self.address} has not answered for {_LOADING:.0f} s") from None
+
+    def _listen(self) -> None:
+        try:
+            while (found := self._peer.receive()) is not None:
+                self._heard = time.monotonic()
+                self._take(*found)
+        except OSError:
+            pass
+        with self._lock:
+            self.is_alive = False
+            asked, self._asked = self._asked, {}
+        for future in asked.values():
+            future.set_exception(Unreachable(f"the worker at {self.address} went away"))
+        hang_up(self._peer)
+        self._lost(self)
+
+    def _take(self, message: Message, tensors: list[Tensor]) -> None:
+        match message:
+            case Pong():
+                self.queued = message.queued
+            case BlockLoaded():
+                self._loaded[message.number] = message
+            case Settled():
+                self._settle((message.number, message.what), message.fault, lambda: None)
+            case FrozenRead():
+                key = message.number, message.path, "read"
+                self._settle(key, message.fault, lambda: _parameter(message.dimensions, tensors))
+            case RowsPassed() | RowsFailed():
+                self._passed(message.number, message, tensors)
+            case _:
+                raise ConnectionError(f"{type(message).__name__} comes from no worker")
+
+    def _settle(self, key: tuple[Any, ...], fault: tuple[str, str] | None, result: Callable[[], Any]) -> None:
+        with self._lock:
+            future = self._asked.pop(key, None)
+        if future is None:
+            return
+        try:
+            raise_fault(fault)
+            future.set_result(result())
+        except CoserveError as error:
+            future.set_exception(error)
+
+
+def error_in(message: RowsFailed) -> CoserveError:
+    """The error that a worker tells of."""
+    return error_named(message.kind, message.text)
+
+
+def _parameter(dimensions: int, tensors: Sequence[Tensor]) -> Tensor | None:
+    if not dimensions:
+        return None
+    if len(tensors) != 1 or dimensions > 2:
+        raise ConnectionError("a parameter without its numbers")
+    found = tensors[0]
+    return torch.flatten(found) if dimensions == 1 else found

@@ -1,0 +1,215 @@
+"""The worker of a base whose blocks are on a cluster: it has the model's ends, samples, and sends the rows of
+a pass through the blocks."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coserve.adapters.adapter import AdapterVersion
+from coserve.adapters.bypass import Bypasses
+from coserve.adapters.paging.cache import AdapterTier
+from coserve.adapters.sites import Site
+from coserve.attention.backend import AttentionBackend, CacheShape, CommonAttentionMetadata, PageCopy
+from coserve.attention.store import KVStore
+from coserve.cluster.blocks import BlockParameters, BlockShards
+from coserve.cluster.fleet import ClusterFleet
+from coserve.cluster.front import ClusterFront
+from coserve.cluster.hosted import SequenceRows
+from coserve.errors import NotOffered
+from coserve.executors.codec import Codec
+from coserve.executors.executor import (
+    Command,
+    DropAdapters,
+    LoadAdapter,
+    OpenSession,
+    R,
+    TraceLayers,
+)
+from coserve.kernels.attention import AttentionSpec
+from coserve.model.base import Base
+from coserve.train.window_group import ForwardWindow
+from coserve.worker.fused_pass import FusedPass, ThroughLayers
+from coserve.worker.inference import InferenceBatch, outside_layers
+from coserve.worker.worker import Worker
+
+_NO_TRAINING = "fine-tuning is not offered for a base whose blocks are on a cluster (engine.cluster)"
+
+
+class ElsewhereCache(AttentionBackend[CommonAttentionMetadata]):
+    """The `AttentionBackend` of a base without layers: pages are on workers, by the numbers that they have
+    here."""
+
+    is_capturable = False
+
+    def __init__(
+        self,
+        caches: Sequence[CacheShape],
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        store: type[KVStore] = KVStore,
+    ) -> None:
+        self.page_size, self.padding_page = page_size, pages
+        self.front: ClusterFront | None = None  # once the worker is there
+
+    @property
+    def nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        return 0
+
+    @property
+    def page_nbytes(self) -> int:
+        """See `AttentionBackend`."""
+        return 0
+
+    def clean(self, pages: Sequence[int]) -> None:
+        """See `AttentionBackend`."""
+        if self.front is not None:
+            self.front.clean(pages)
+
+    def copy(self, copies: Iterable[PageCopy]) -> None:
+        """See `AttentionBackend`: pages are copied for virtual tokens alone, which no adapter has here."""
+        assert not [*copies], "no page has a template"
+
+    def fill(self, layer: int, pages: Sequence[int], k: Tensor, v: Tensor) -> None:
+        """See `copy`."""
+        raise NotImplementedError
+
+    def read_pages(self, pages: Sequence[int], into: Tensor) -> None:
+        """See `AttentionBackend`: there is no second tier."""
+        raise NotImplementedError
+
+    def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
+        """See `read_pages`."""
+        raise NotImplementedError
+
+    def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """See `AttentionBackend`."""
+        return common
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: CommonAttentionMetadata,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """See `AttentionBackend`: no layer attends here."""
+        raise NotImplementedError
+
+
+class ClusterShards(BlockShards):
+    """Has the workers hold an adapter's bypasses in their blocks; here are those of the ends."""
+
+    def __init__(self, base: Base, fleet: ClusterFleet) -> None:
+        super().__init__(base.sites, range(0), base.depth)
+        self._codec, self._fleet = Codec(base.frame, base.dtype, base.device), fleet
+        self._wholes: dict[str, AdapterVersion] = {}
+
+    def cut(self, adapter: AdapterVersion) -> AdapterVersion:
+        """See `AdapterShards`."""
+        own = super().cut(adapter)
+        self._fleet.hold(adapter.key, self._codec.encode_command(LoadAdapter(adapter)))
+        self._wholes[adapter.key] = adapter
+        return own
+
+    def whole(self, adapter: AdapterVersion) -> AdapterVersion:
+        """See `AdapterShards`."""
+        return self._wholes[adapter.key]
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Has no worker hold these versions any longer."""
+        for key in keys:
+            self._wholes.pop(key, None)
+        self._fleet.drop(keys)
+
+
+class ClusterParameters(BlockParameters):
+    """The frozen parameters of a base: those of its ends are here, others are read from the workers."""
+
+    def __init__(self, ends: BlockParameters, sites: dict[str, Site], fleet: ClusterFleet) -> None:
+        super().__init__(ends.held, ends.is_here)
+        self._sites, self._fleet = sites, fleet
+
+    def read(self, path: str, what: str) -> Tensor | None:
+        """See `BlockParameters`."""
+        if self.is_here(path) or path not in self._sites:
+            return super().read(path, what)
+        return self._fleet.read(self._sites[path].stage, path, what)
+
+
+class ClusterPass(FusedPass):
+    """Takes rows of answers through blocks on workers."""
+
+    front: ClusterFront
+
+    def _through(self) -> ThroughLayers:
+        return self._pass
+
+    def _pass(
+        self, travellers: Sequence[InferenceBatch | ForwardWindow], layers: range | None = None
+    ) -> None:
+        """All layers at once: a pass without windows has no other spans."""
+        for batch in travellers:
+            assert isinstance(batch, InferenceBatch), "nothing trains here"
+            if layers is None or layers:
+                self._send(batch)
+
+    def _send(self, batch: InferenceBatch) -> None:
+        rows, count = [], sum(batch.counts)
+        for segment in batch.segments:
+            answer = self.table[segment.key]
+            most = answer.request.sampling.max_tokens
+            goes_on = len(answer.output) + 1 < most
+            bypasses = None if segment.adapter is None else self.loaded.find(segment.adapter).bypasses
+            embedded = partial(self._embedded, segment.key, bypasses)
+            rows.append(
+                SequenceRows(
+                    segment.key,
+                    segment.length,
+                    segment.context,
+                    answer.pages,
+                    segment.adapter or "",
+                    goes_on,
+                    embedded,
+                )
+            )
+        passed = self.front.run(rows, batch.hidden[0, :count].cpu())
+        batch.hidden[0, :count] = passed.to(batch.hidden.device)
+
+    def _embedded(self, key: int, bypasses: Bypasses | None, start: int, count: int) -> Tensor:
+        """The embeddings [count, width] of a sequence's tokens."""
+        device = self.base.device
+        tokens = torch.tensor(self.table[key].tokens(start, count), dtype=torch.long, device=device)
+        positions = torch.arange(start, start + count, device=device)
+        adapters = [] if bypasses is None else [(slice(0, count), bypasses)]
+        rows = outside_layers(self.base.early_sites, adapters)
+        return self.base.embed(tokens, positions, rows)[0].cpu()
+
+
+class ClusterAnswers(Worker):
+    """The owner of a base's ends, whose blocks are on a cluster."""
+
+    pass_type = ClusterPass
+    attention_type = ElsewhereCache
+
+    def join(self, front: ClusterFront) -> None:
+        """Has rows go through the cluster's blocks."""
+        assert isinstance(self.fused, ClusterPass) and isinstance(self.attention, ElsewhereCache)
+        self.fused.front = self.attention.front = front
+
+    def call(self, command: Command[R]) -> R:
+        """See `DeviceWorker`."""
+        if isinstance(command, OpenSession | TraceLayers):
+            raise NotOffered(_NO_TRAINING)
+        reply = super().call(command)
+        if isinstance(command, DropAdapters) and command.tier is not AdapterTier.HOST:
+            shards: Any = self.base.shards
+            shards.forget(command.keys)
+        return reply

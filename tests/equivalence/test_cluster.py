@@ -1,0 +1,156 @@
+"""A base whose blocks are on the workers of a cluster answers as one process does, whatever moves or dies."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_training import make_examples
+
+from clusters import cluster_engine, front_of, hosts
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
+from coserve.cluster.host import BlockHost
+from coserve.cluster.hosted import HostedBlock, SequenceRows
+from coserve.engine.completion import Completion
+from coserve.errors import NotOffered
+from models import prompts, save, tiny, with_lora
+from waiting import wait_until
+
+pytestmark = pytest.mark.local
+DEPTH = 6
+SAMPLING = SamplingParams(max_tokens=9, ignore_eos=True, prompt_logprobs=2, logprobs=2)
+DRAWN = SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, seed=5)
+SETTINGS: dict[str, Any] = {
+    "page_size": 8,
+    "scheduler": {"max_prefill_rows": 16, "min_prefill_rows": 4},
+}
+QUESTIONS = prompts(random.Random(0), [14, 3, 23, 40])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of six layers, and two adapters of it."""
+    tmp = tmp_path_factory.mktemp("cluster")
+    found = {"model": save(tiny("llama", torch.float32, num_hidden_layers=DEPTH), tmp / "model")}
+    for seed, name in ((1, "one"), (2, "other")):
+        with_lora(tiny("llama", torch.float32, num_hidden_layers=DEPTH), seed=seed).save_pretrained(
+            str(found.setdefault(name, tmp / name))
+        )
+    return found
+
+
+def ask(engine: Engine, folders: dict[str, Path]) -> list[Completion]:
+    """Answers of three applications on one foundation, some drawn, and the same prompt once more."""
+    for name in ("one", "other"):
+        engine.adapters.load(name, folders[name])
+    asked = [engine.generate(q, adapter, SAMPLING) for adapter in (None, "one", "other") for q in QUESTIONS]
+    asked += [engine.generate(q, "one", DRAWN) for q in QUESTIONS]
+    engine.run()
+    first = engine.generate(QUESTIONS[3], None, DRAWN)
+    engine.run()
+    again = engine.generate([*QUESTIONS[3], 7, 8], None, DRAWN)
+    engine.run()
+    assert again.sequence.cached >= 32, "its prefix is there"
+    return [*asked, first, again]
+
+
+def check_equal(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    """Tokens are the same, and log-probabilities to 1e-5."""
+    for one, other in zip(found, wanted, strict=True):
+        assert one.result().tokens == other.tokens
+        for a, b in zip(
+            [*(one.prompt_logprobs or ()), *(one.logprobs or ())],
+            [*(other.prompt_logprobs or ()), *(other.logprobs or ())],
+            strict=True,
+        ):
+            assert a.chosen == pytest.approx(b.chosen, abs=1e-5)
+            assert [token for token, _ in a.top] == [token for token, _ in b.top]
+
+
+@pytest.fixture(scope="module")
+def wanted(folders: dict[str, Path]) -> list[Completion]:
+    """Answers of one process."""
+    return ask(Engine(folders["model"], EngineConfig(calibrate=False, cache_tokens=96, **SETTINGS)), folders)
+
+
+class EverElsewhere:
+    """Sends the rows of each pass to other instances than the one before."""
+
+    def __init__(self) -> None:
+        self._turn = itertools.count()
+
+    def __call__(
+        self, rows: SequenceRows, before: HostedBlock | None, candidates: Sequence[HostedBlock], *_: Any
+    ) -> HostedBlock:
+        ordered = sorted(candidates, key=lambda one: one.number)
+        return ordered[next(self._turn) % len(ordered)]
+
+
+def test_three_workers_answer_as_one_process(
+    folders: dict[str, Path], wanted: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With preemption, prefixes that are shared, and adapters whose parts are on all workers."""
+    with hosts(tmp_path / "w") as workers:
+        addresses = [worker.address for worker in workers]
+        with cluster_engine(folders["model"], addresses, monkeypatch, cache_tokens=96, **SETTINGS) as engine:
+            check_equal(ask(engine, folders), wanted)
+            assert engine.scheduler.stats.preemptions, "pages run out"
+            assert front_of(engine).fleet.status() == {address: [n] for n, address in enumerate(addresses)}
+            with pytest.raises(NotOffered, match="fine-tuning is not offered"):
+                engine.finetune(make_examples("llama", 2), "mine", LoRAConfig(rank=2))
+            engine.adapters.unload("one")
+            engine.run()
+            blocks = [one.block for host in workers for one in host._instances.values()]
+            wait_until(lambda: {len(one.loaded) for one in blocks} == {1})  # gone everywhere
+
+
+def test_pages_follow_when_rows_go_elsewhere_in_every_step(
+    folders: dict[str, Path], wanted: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block is on two workers, and the rows of each pass go to another one: pages meet in the middle."""
+    with hosts(tmp_path / "w") as workers:
+        addresses = [worker.address for worker in workers]
+        settings = {"cache_tokens": 96, "cluster_copies": 2, **SETTINGS}
+        with cluster_engine(folders["model"], addresses, monkeypatch, **settings) as engine:
+            front = front_of(engine)
+            front.choose = EverElsewhere()
+            # As if links were as slow as products, of which a tiny model has few.
+            monkeypatch.setattr(
+                "coserve.cluster.front.link_rate",
+                lambda _, one, __: one.loaded.page_nbytes / 8 * (one.rate or 1e3),
+            )
+            check_equal(ask(engine, folders), wanted)
+            assert front.copied > 100 and front.recomputed > 0
+
+
+def test_a_worker_dies_in_mid_answer(
+    folders: dict[str, Path], wanted: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with the only instance of a block, whose pages nobody else has; then one of those that took over.
+    One that comes back is used again."""
+    with hosts(tmp_path / "w") as workers:
+        addresses = [worker.address for worker in workers]
+        with cluster_engine(folders["model"], addresses, monkeypatch, cache_tokens=96, **SETTINGS) as engine:
+            front, passes = front_of(engine), itertools.count()
+            run, alive = front.run, list(workers)
+
+            def run_and_kill(*given: Any) -> Any:
+                match next(passes):
+                    case 9:
+                        alive.pop(1).close()
+                    case 20:
+                        alive.pop(0).close()
+                    case 30:
+                        alive.append(BlockHost(addresses[0], b"a key of tests", Path).start())
+                return run(*given)
+
+            monkeypatch.setattr(front, "run", run_and_kill)
+            try:
+                check_equal(ask(engine, folders), wanted)
+            finally:
+                for worker in alive:
+                    worker.close()
+            assert next(passes) > 31 and front.recomputed > 0
