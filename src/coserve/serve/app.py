@@ -36,6 +36,7 @@ from coserve.serve.routes import (
     files,
     graders,
     health,
+    job_progress,
     jobs,
     models,
     permissions,
@@ -73,7 +74,20 @@ _LARGE = (
 
 _ROOMS: Final = (
     *(chat, stored_chats, completions, embeddings, anthropic, responses, conversations, models, adapters),
-    *(transfers, files, uploads, jobs, batches, graders, permissions, evals, tokens, health, docs),
+    *(
+        transfers,
+        files,
+        uploads,
+        jobs,
+        job_progress,
+        batches,
+        graders,
+        permissions,
+        evals,
+        tokens,
+        health,
+        docs,
+    ),
 )
 # Forms of errors below these paths; elsewhere they are OpenAI's.
 SHAPES: Final = {anthropic.MESSAGES: ERRORS}
