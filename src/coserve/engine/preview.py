@@ -38,8 +38,8 @@ def read_preview(
     engine: Engine, spec: JobSpec, records: int | None = None, shown: int = 0
 ) -> tuple[JobPreview, PreparedJob | None]:
     """The preview of a job whose file has so many `records`, without its memory, and with the tokens of the
-    first `shown` of them; and the job with its longest examples, which `judge` needs, where any is left. Takes
-    no lock: steps go on meanwhile."""
+    first `shown` of them; and the job with its longest examples, which `judge` needs, where any is left.
+    Takes no lock: steps go on meanwhile."""
     try:
         prepared = prepare_job(engine, spec, spec.job, reading=Reading(_RECORDS, SECONDS, tolerates=True))
     except (DataError, AdapterError, ConfigError) as error:

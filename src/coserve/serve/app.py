@@ -48,6 +48,8 @@ from coserve.serve.routes import (
 from coserve.serve.state import State
 from coserve.serve.tinker import routes as tinker
 from coserve.serve.tinker.dialect import Dialect
+from coserve.serve.web import overview
+from coserve.serve.web import routes as web
 
 _FORM_BYTES = 2 * 2**20  # around the large file in an upload
 _UPLOADS = ("/v1/files", "/v1/adapters")
@@ -87,6 +89,8 @@ _ROOMS: Final = (
         tokens,
         health,
         docs,
+        overview,
+        web,
     ),
 )
 # Forms of errors below these paths; elsewhere they are OpenAI's.
@@ -129,7 +133,7 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     rates = TokenBuckets(settings.max_requests_minute, clock)
     bad_keys = TokenBuckets(settings.max_bad_keys_minute, clock)
     # The last one added is the first to see a request.
-    app.add_middleware(Revocation, tenants=state.store.tenants, paths=COMPUTED)
+    app.add_middleware(Revocation, tenants=state.store.tenants, paths=(*COMPUTED, web.LIVE))
     app.add_middleware(ConcurrencyLimit, queue=state.queue, paths=COMPUTED)
     app.add_middleware(
         UploadRoom,

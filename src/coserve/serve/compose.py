@@ -67,7 +67,8 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         reporting = Reporting(settings, store)
         await _wire(state, reporting)
         try:
-            async with _running(link), _sweeping(store, settings), running_evals(state):
+            watching = state.telemetry.running()
+            async with _running(link), _sweeping(store, settings), running_evals(state), watching:
                 yield state
         finally:
             await reporting.close()

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from time import time
+from time import monotonic, time
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
@@ -14,6 +14,7 @@ from coserve.serve.adapter_registry.catalog import Catalog
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.answering.logprobs import LogprobWriter
 from coserve.serve.offload import Offload, TenantTurns
+from coserve.serve.telemetry import Telemetry
 from coserve.serve.training.watch import TrainingWatch
 
 if TYPE_CHECKING:
@@ -45,9 +46,11 @@ class State:
     graders: Offload = field(default_factory=lambda: Offload(4, "graders"))  # but those of jobs
     checks: TenantTurns = field(default_factory=TenantTurns)  # of jobs, by the engine
     evals_changed: asyncio.Event = field(default_factory=asyncio.Event)  # runs are there, or have ended
+    began: float = field(default_factory=monotonic)  # on `time.monotonic`
     logprobs: LogprobWriter = field(init=False)
     queue: FairQueue = field(init=False)
     catalog: Catalog = field(init=False)
+    telemetry: Telemetry = field(init=False)
     watch: TrainingWatch = field(init=False)
     draining: bool = field(default=False, init=False)  # new work is refused
 
@@ -56,7 +59,8 @@ class State:
         self.queue = FairQueue(self.settings.max_queue, self.settings.max_queue_tenant)
         self.catalog = Catalog(self.settings.base_name, int(time()), self.store, self.settings.bases)
         self.catalog.aliases = self.settings.model_aliases
-        self.watch = TrainingWatch(self.metrics, self.queue, self.store)
+        self.telemetry = Telemetry(self.queue, self.link, lambda: self.draining)
+        self.watch = TrainingWatch(self.metrics, self.queue, self.store, self.telemetry)
 
 
 def state_of(request: Request) -> State:

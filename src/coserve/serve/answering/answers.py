@@ -104,11 +104,13 @@ async def merged(sources: Sequence[PieceStream]) -> PieceStream:
 
 
 async def _one(state: State, call: Call, index: int, ticket: Ticket) -> PieceStream:
-    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival, call.clock)
     await ticket.admitted()
-    timing.admitted(time.monotonic())
+    admitted = time.monotonic()
     writer = Writer(state, call, index)
     request = call.request(index, ticket.is_newcomer)
+    meter = state.telemetry.meter(call.tenant.id, call.model.name)
+    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival, call.clock, meter)
+    timing.admitted(admitted)
     try:
         async with aclosing(state.link.generate(request, call.model.folders)) as tokens:
             async for token in tokens:

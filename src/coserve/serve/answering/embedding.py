@@ -9,6 +9,7 @@ from coserve.errors import EngineLost
 from coserve.serve.answering.answers import tickets_of
 from coserve.serve.answering.call import Call
 from coserve.serve.answering.fair import Ticket
+from coserve.serve.answering.meter import AnswerMeter
 from coserve.serve.answering.timing import AnswerTiming
 from coserve.serve.state import State
 
@@ -29,7 +30,8 @@ async def embed(state: State, call: Call) -> list[bytes]:
 
 
 async def _one(state: State, call: Call, index: int, ticket: Ticket) -> bytes:
-    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival, call.clock)
+    meter = AnswerMeter()  # of tokens, which an embedding has none of
+    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival, call.clock, meter)
     await ticket.admitted()
     timing.admitted(time.monotonic())
     request = call.request(index, ticket.is_newcomer)

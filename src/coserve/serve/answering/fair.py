@@ -144,6 +144,10 @@ class FairQueue:
         """Number of the tenant's own sequences that wait: it sees nothing of others'."""
         return len(self._line(tenant).waiting)
 
+    def running(self, tenant: Tenant) -> int:
+        """Number of the tenant's own sequences that the engine has."""
+        return self._line(tenant).inside
+
     def beside(self, tenant: Tenant, sequences: int) -> list[Ticket]:
         """Tickets of a request in the background: it takes nobody's place, and uses time that nobody has
         asked for."""

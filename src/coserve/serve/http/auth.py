@@ -16,6 +16,7 @@ from coserve.serve.http.quotas import too_often
 from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.state import Shared, State
 from coserve.serve.store import keys
+from coserve.serve.store.logins import is_cookie, is_token
 from coserve.serve.store.records import Tenant
 from coserve.serve.store.tenants import LOCAL
 
@@ -23,6 +24,10 @@ _API = ("/v1/", "/api/v1/")  # every path below these needs a tenant
 _OPEN = "/api/v1/healthz"  # but this one
 # These too: they show all tenants, or the server itself, or compute.
 _INSIDE = ("/metrics", "/docs", "/openapi.json", "/tokenize", "/detokenize")
+_PAGE = "/web/api/"  # what the page asks for, beside the API
+COOKIE = "coserve_login"
+TOKEN_HEADER = "x-coserve-token"
+_READS = ("GET", "HEAD", "OPTIONS")
 _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys create` prints it once.")
 
 
@@ -35,7 +40,7 @@ class Authentication:
 
     def __init__(self, app: ASGIApp, state: State, bad_keys: TokenBuckets) -> None:
         self.app, self.state, self._bad_keys = app, state, bad_keys
-        self._looked_up: dict[tuple[object, object], asyncio.Task[Tenant]] = {}
+        self._looked_up: dict[tuple[object, ...], asyncio.Task[Tenant]] = {}
         self._one_by_one = asyncio.Lock()  # of addresses that guess
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +60,7 @@ class Authentication:
         try:
             if not self._bad_keys.wait(owner):
                 return await self._together(request)
-            if keys.is_shaped(secret_of(request)):
+            if keys.is_shaped(secret_of(request)) or is_cookie(cookie_of(request)):
                 async with self._one_by_one:
                     return await self._together(request)
         except ApiError as refusal:
@@ -66,7 +71,8 @@ class Authentication:
 
     async def _together(self, request: HTTPConnection) -> Tenant:
         """As `tenant_of`; concurrent requests with the same key share a lookup."""
-        who = (secret_of(request), request.client and request.client.host)
+        _check_token(request)
+        who = (secret_of(request), cookie_of(request), request.client and request.client.host)
         task = self._looked_up.get(who)
         if task is None:
             task = self._looked_up[who] = asyncio.create_task(tenant_of(request, self.state))
@@ -83,8 +89,27 @@ def secret_of(request: HTTPConnection) -> str | None:
     return keys.plain(given) or None
 
 
+def cookie_of(request: HTTPConnection) -> str | None:
+    """The cookie of a login, unchecked; None where the request brings a key, which then counts."""
+    return (secret_of(request) is None and request.cookies.get(COOKIE)) or None
+
+
+def _check_token(request: HTTPConnection) -> None:
+    """Raises ApiError 403 for a request that is to change something with a cookie alone: a browser sends that
+    also where a page of another site asks."""
+    cookie = cookie_of(request)
+    if cookie is None or request.scope["method"] in _READS:
+        return
+    if not is_token(request.headers.get(TOKEN_HEADER, ""), cookie):
+        message = (
+            f"Requests that change something with the page's cookie need its token in '{TOKEN_HEADER}', "
+            "as /web/api/login tells it; programs use an API key."
+        )
+        raise ApiError(403, message, code="token_missing")
+
+
 def _needs_tenant(path: str) -> bool:
-    return (path.startswith(_API) and path != _OPEN) or path.rstrip("/") in _INSIDE
+    return (path.startswith((*_API, _PAGE)) and path != _OPEN) or path.rstrip("/") in _INSIDE
 
 
 async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
@@ -96,8 +121,13 @@ async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
     secret = secret_of(request)
     if secret is not None and (tenant := await state.store.tenants.of_key(secret)) is not None:
         return tenant
+    cookie = cookie_of(request)
+    if cookie is not None and (tenant := await state.store.logins.owner(cookie)) is not None:
+        return tenant
     if await serves_without_keys(state):
         return LOCAL
+    if cookie is not None:
+        raise ApiError(401, "You are logged out: log in again with an API key.", code="logged_out")
     if secret is None:
         message = "You didn't provide an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
         raise ApiError(401, message, code="missing_api_key")

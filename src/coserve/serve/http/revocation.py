@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.errors import StateError
 from coserve.serve.errors import ApiError, error_shape
-from coserve.serve.http.auth import secret_of
+from coserve.serve.http.auth import cookie_of, secret_of
 from coserve.serve.store.keys import digest_of
 from coserve.serve.store.tenants import TenantStore
 
@@ -32,7 +32,8 @@ class Revocation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         concerned = scope["type"] == "http" and scope["path"] in self._paths
-        secret = secret_of(HTTPConnection(scope)) if concerned else None
+        request = HTTPConnection(scope) if concerned else None
+        secret = None if request is None else secret_of(request) or cookie_of(request)
         if secret is None:
             await self.app(scope, receive, send)
             return

@@ -40,7 +40,7 @@ class LoadShedder:
         if path_of(request) not in self._paths:
             return None
         headers = dict(request.headers)
-        who = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
+        who = headers.get(b"authorization") or headers.get(b"x-api-key", b"") or headers.get(b"cookie", b"")
         is_whole = (
             arrived >= int(headers.get(b"content-length", b"0")) and b"transfer-encoding" not in headers
         )

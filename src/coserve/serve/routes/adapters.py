@@ -90,8 +90,8 @@ async def list_adapters(
     summary="Tell where an adapter comes from",
 )
 async def tell_lineage(name: str, caller: Caller, state: Shared) -> Lineage:
-    """An adapter or checkpoint, the job that trained it, that job's data, the adapter that this began with, and
-    so on back to the base."""
+    """An adapter or checkpoint, the job that trained it, that job's data, the adapter that this began with,
+    and so on back to the base."""
     found, has_more = await lineage_of(state, caller, await state.catalog.find(caller, name))
     return Lineage.model_validate({"data": found, "has_more": has_more})
 

@@ -35,7 +35,7 @@ class Health(BaseModel):
 @router.get("/health", summary="Whether the server answers at all")
 async def health(state: Shared) -> Health:
     """Always 200: requests wait while an engine is restarted."""
-    return _health(state)
+    return health_of(state)
 
 
 @router.head("/health/ready", include_in_schema=False)
@@ -55,7 +55,7 @@ async def ready(state: Shared) -> Health:
         )
     if reason := _unreadable(state):
         raise EngineLost(f"all work waits, and goes on once the model's weights are there again: {reason}")
-    return _health(state)
+    return health_of(state)
 
 
 @router.get("/metrics", summary="Figures for Prometheus", response_class=Response,
@@ -67,7 +67,7 @@ async def metrics(state: Shared) -> Response:
     return Response(state.metrics.render(), media_type=CONTENT_TYPE)
 
 
-def _health(state: State) -> Health:
+def health_of(state: State) -> Health:
     return Health(
         status="draining" if state.draining else "ok",
         engine=_engine(state),
@@ -94,7 +94,7 @@ def _is_unsupervised(state: State) -> bool:
     return state.supervisor_silence() > SUPERVISOR_SILENT_SECONDS
 
 
-def _resident(state: State) -> dict[str, int]:
+def resident_of(state: State) -> dict[str, int]:
     """Bytes in memory of each of the server's processes; 0 for one that is not ready."""
     found = find_running(state.settings.state) or Running(0)
     pids = {"supervisor": found.pid, "api": os.getpid(), "engine": found.engine, "standby": found.standby}
@@ -113,7 +113,7 @@ def _gauge(state: State) -> None:
     metrics.engine_connections.set(state.link.connections)
     if state.link.hello is not None:
         metrics.engine_load_seconds.set(state.link.hello.load_seconds)
-    for process, nbytes in _resident(state).items():
+    for process, nbytes in resident_of(state).items():
         metrics.process_resident.labels(process).set(nbytes)
     if stats is None:
         return

@@ -74,8 +74,8 @@ async def list_figures(
 )
 async def watch_job(job_id: str, caller: Caller, state: Shared, after_step: Step = 0) -> EventStream:
     """Server-sent events: the job, its checkpoints, and the figures of its steps since the event before (or
-    `after_step`), at once and then whenever any of these has changed, looked at each second. They end with the
-    job, and go on through restarts of the engine."""
+    `after_step`), at once and then whenever any of these has changed, looked at each second. They end with
+    the job, and go on through restarts of the engine."""
     job = await find_job(state, caller, job_id)
     if _watched[caller.id] >= MOST_WATCHED:
         message = f"{MOST_WATCHED} jobs are watched already; close one of these streams."

@@ -6,7 +6,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Select, func, or_, select
 from sqlalchemy.orm import Session
 
-from coserve.core.job_status import UNFINISHED, JobStatus
+from coserve.core.job_status import FINAL, UNFINISHED, JobStatus
 from coserve.errors import ConflictError
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
@@ -47,6 +47,12 @@ class JobStore:
         """The tenant's job with this id."""
         found = select(JobRecord).where(JobRecord.tenant == tenant, JobRecord.id == id)
         return await self._database.read(lambda session: session.scalar(found))
+
+    async def count_unfinished(self, tenant: str) -> int:
+        """Number of the tenant's jobs that are not over."""
+        wanted = JobRecord.tenant == tenant, JobRecord.status.not_in(FINAL)
+        found = select(func.count()).select_from(JobRecord).where(*wanted)
+        return await self._database.read(lambda session: session.scalars(found).one())
 
     async def page(
         self,
@@ -96,7 +102,7 @@ class JobStore:
 
     async def unfinished(self) -> tuple[JobRecord, ...]:
         """All tenants' unfinished jobs in the order in which they begin: that of their creation, unless a
-        tenant changed it. The query names their states, as SQLite would read all jobs to exclude the others."""
+        tenant changed it. The query names their states: SQLite would read all jobs to exclude the others."""
         found = select(JobRecord).where(JobRecord.status.in_(UNFINISHED)).order_by(_ORDER, JobRecord.number)
         return await self._database.read(lambda session: tuple(session.scalars(found)))
 

@@ -521,6 +521,17 @@ class StoredChat(Record):
     labels: Mapped[dict[str, str]] = mapped_column("metadata")
 
 
+class LoginRecord(TableRow):
+    """A browser that has logged in to the page with an API key, and is logged in until `ends` or until the
+    key is revoked. Its cookie is stored as a digest."""
+
+    __tablename__ = "logins"
+
+    digest: Mapped[bytes] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(ForeignKey("keys.id"), index=True)
+    ends: Mapped[int] = mapped_column(index=True)
+
+
 class TenantRows(TableRow):
     """Rows of one table that the server keeps of a tenant, and the bytes of these with their files. Triggers
     of the database change it, and nothing else."""

@@ -28,6 +28,7 @@ from coserve.serve.store.evals import EvalStore
 from coserve.serve.store.files import MOST_EXPIRED, FileStore
 from coserve.serve.store.job_events import JobEventStore
 from coserve.serve.store.jobs import JobStore
+from coserve.serve.store.logins import LoginStore
 from coserve.serve.store.permissions import PermissionStore
 from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
@@ -62,6 +63,7 @@ class Store:
         self._database = Database(self.folder / "coserve.db")
         quotas = quotas or Quotas()
         self.tenants = TenantStore(self._database, clock)
+        self.logins = LoginStore(self._database, clock)
         self.creations = CreationStore(self._database, clock, quotas)
         self.files = FileStore(self._database, clock, quotas, self.creations)
         self.jobs = JobStore(self._database, clock, quotas, self.creations)

@@ -12,7 +12,7 @@ from coserve.errors import ConfigError
 from coserve.serve.store import keys
 from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
-from coserve.serve.store.records import Key, KeyRecord, Tenant
+from coserve.serve.store.records import Key, KeyRecord, LoginRecord, Tenant, TenantRows
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LOCAL: Final = Tenant("local", "local")  # owner of everything made while no key exists
@@ -61,6 +61,7 @@ class TenantStore:
         def write(session: Session) -> bool:
             if session.scalar(_ANY.where(_IN_FORCE)) is not None:
                 return False
+            session.execute(delete(LoginRecord))
             session.execute(delete(KeyRecord))
             return True
 
@@ -107,14 +108,22 @@ class TenantStore:
 
         return await self._database.write(write), secret
 
-    async def keys(self) -> tuple[Key, ...]:
-        """All keys, revoked ones too, the oldest first."""
+    async def keys(self, tenant: str | None = None) -> tuple[Key, ...]:
+        """All keys, or those of the tenant with this id, revoked ones too, the oldest first."""
         found = (
             select(KeyRecord.id, Tenant.name, KeyRecord.prefix, KeyRecord.created, KeyRecord.revoked)
             .join(Tenant, KeyRecord.tenant == Tenant.id)
             .order_by(KeyRecord.number)
         )
+        if tenant is not None:
+            found = found.where(KeyRecord.tenant == tenant)
         return await self._database.read(lambda session: tuple(Key(*row) for row in session.execute(found)))
+
+    async def kept(self, tenant: str) -> tuple[TenantRows, ...]:
+        """The rows and bytes that the server keeps of a tenant, by table."""
+        found = select(TenantRows).where(TenantRows.tenant == tenant, TenantRows.rows > 0)
+        found = found.order_by(TenantRows.bytes.desc())
+        return await self._database.read(lambda session: tuple(session.scalars(found)))
 
     async def revoke_key(self, key: str) -> bool:
         """Revokes a key at once, by its id or its prefix; False if there is no such valid key."""
@@ -129,6 +138,12 @@ class TenantStore:
         return await self._database.write(write)
 
     async def revoked(self, digests: Collection[bytes]) -> frozenset[bytes]:
-        """The digests (`keys.digest_of`) among these whose keys are revoked."""
-        found = select(KeyRecord.digest).where(KeyRecord.digest.in_(digests), KeyRecord.revoked.is_not(None))
-        return await self._database.read(lambda session: frozenset(session.scalars(found)))
+        """The digests (`keys.digest_of`) among these, of keys and of logins' cookies, whose keys are
+        revoked."""
+        of_keys = select(KeyRecord.digest).where(KeyRecord.digest.in_(digests))
+        of_logins = select(LoginRecord.digest).join(KeyRecord, LoginRecord.key == KeyRecord.id)
+        of_logins = of_logins.where(LoginRecord.digest.in_(digests))
+        found = [one.where(KeyRecord.revoked.is_not(None)) for one in (of_keys, of_logins)]
+        return await self._database.read(
+            lambda session: frozenset(digest for one in found for digest in session.scalars(one))
+        )

@@ -7,6 +7,7 @@ from coserve.metrics import Metrics
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.store.records import Tenant
 from coserve.serve.store.store import Store
+from coserve.serve.telemetry import Telemetry
 from coserve.wire.messages import JobEnded, JobNews, JobStarted, JobStep
 
 TRAINED_TOKEN = 3.0  # a pass forward costs what a prompt token costs, and the way back twice that
@@ -15,8 +16,8 @@ TRAINED_TOKEN = 3.0  # a pass forward costs what a prompt token costs, and the w
 class TrainingWatch:
     """Receives every job event once."""
 
-    def __init__(self, metrics: Metrics, queue: FairQueue, store: Store) -> None:
-        self._metrics, self._queue, self._store = metrics, queue, store
+    def __init__(self, metrics: Metrics, queue: FairQueue, store: Store, telemetry: Telemetry) -> None:
+        self._metrics, self._queue, self._store, self._telemetry = metrics, queue, store, telemetry
         self._owners: dict[str, Tenant] = {}
 
     async def take(self, news: JobNews) -> None:
@@ -30,6 +31,7 @@ class TrainingWatch:
                 if (owner := await self._owner(news.job)) is not None:
                     self._queue.note_job(owner, news.job, trains=True)
                     self._queue.charge(owner, TRAINED_TOKEN * news.tokens)
+                    self._telemetry.trained(owner.id, news)
             case JobEnded():
                 if (owner := self._owners.pop(news.job, None)) is not None:
                     self._queue.note_job(owner, news.job, trains=False)

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from coserve.metrics import Metrics
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.store.records import Tenant
+from coserve.serve.telemetry import Telemetry
 from coserve.serve.training.watch import TRAINED_TOKEN, TrainingWatch
 from coserve.wire.messages import JobEnded, JobStep
 
@@ -36,6 +37,11 @@ class Rows:
         return OWNER if tenant == "t" else None
 
 
+def watching(metrics: Metrics, queue: FairQueue, store: Any) -> TrainingWatch:
+    link: Any = None  # no sample is made
+    return TrainingWatch(metrics, queue, store, Telemetry(queue, link, lambda: False))
+
+
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
     return registry.get_sample_value(name, labels)
 
@@ -43,7 +49,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 def test_steps_are_counted_and_charged_to_whoever_owns_the_job() -> None:
     metrics, queue, rows = Metrics(), FairQueue(10, 10), Rows()
     store: Any = rows
-    watch = TrainingWatch(metrics, queue, store)
+    watch = watching(metrics, queue, store)
 
     async def story() -> None:
         for number in range(1, 4):
@@ -65,15 +71,15 @@ def test_steps_are_counted_and_charged_to_whoever_owns_the_job() -> None:
 
 def test_a_job_that_ends_before_its_first_step_is_no_trouble() -> None:
     store: Any = Rows()
-    asyncio.run(TrainingWatch(Metrics(), FairQueue(10, 10), store).take(JobEnded("job", "failed", 0)))
-    asyncio.run(TrainingWatch(Metrics(), FairQueue(10, 10), store).take(JobEnded("job", "paused", 7)))
+    asyncio.run(watching(Metrics(), FairQueue(10, 10), store).take(JobEnded("job", "failed", 0)))
+    asyncio.run(watching(Metrics(), FairQueue(10, 10), store).take(JobEnded("job", "paused", 7)))
 
 
 def test_a_new_engine_ends_what_trained_in_the_one_before() -> None:
     """Whatever became of jobs in between, only what the new engine has is held against anybody."""
     metrics, queue, rows = Metrics(), FairQueue(10, 10), Rows()
     store: Any = rows
-    watch, draws = TrainingWatch(metrics, queue, store), random.Random(0)
+    watch, draws = watching(metrics, queue, store), random.Random(0)
     asyncio.run(watch.take(JobStep("job", 1, 0.5, 10, 100, 1.0, 0.1, 2.0)))
     assert set(watch._owners) == {"job"}, "of those who have said something, and nobody else"
     for _ in range(50):

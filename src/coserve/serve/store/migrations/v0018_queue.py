@@ -4,7 +4,7 @@ from alembic import op
 from sqlalchemy import Boolean, Column, Integer, false
 
 revision = "0018"
-down_revision = "0013"
+down_revision = "0016"
 branch_labels = None
 depends_on = None
 

@@ -1,0 +1,43 @@
+// Keys: the tenant's API keys, and what it uses of what it may.
+
+import { Notice, Panel, Table, bytes, digits, html, useJson, when } from "../ui.js";
+
+const KINDS = {
+  files: "Files", adapters: "Adapters", jobs: "Fine-tuning jobs", events: "Events of jobs", checkpoints: "Checkpoints", quarantine: "Quarantined work",
+  tinker_sessions: "Tinker sessions", tinker_samplers: "Tinker samplers", tinker_runs: "Tinker runs", tinker_checkpoints: "Tinker checkpoints",
+  creations: "Idempotency keys", responses: "Responses", conversations: "Conversations", response_items: "Items of responses", chat_completions: "Stored chats",
+  batches: "Batches", uploads: "Uploads", checkpoint_permissions: "Shared checkpoints", evals: "Evals", eval_runs: "Runs of evals", eval_items: "Items of evals",
+};
+
+export default function Keys() {
+  const { data, error } = useJson("/web/api/usage", 5);
+  if (!data) return error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`;
+  const sum = (field) => data.kept.reduce((all, one) => all + one[field], 0);
+  const files = data.kept.find((one) => one.kind === "files")?.rows ?? 0;
+  const columns = [
+    { head: "Key", cell: (key) => html`<code>${key.prefix}…</code>` }, { head: "Id", cell: (key) => html`<span class="mono">${key.id}</span>` },
+    { head: "Created", cell: (key) => when(key.created) },
+    { head: "", cell: (key) => (key.revoked ? html`<span class="badge bad">revoked ${when(key.revoked)}</span>` : html`<span class="badge good">in force</span>`) },
+  ];
+  return html`<${Notice} error=${error} />
+    <div class="split">
+      <${Panel} title=${html`Keys of <bdi>${data.tenant}</bdi>`} aside=${`share of the machine: ${digits(data.weight)}`}>
+        <${Table} label="Keys" columns=${columns} rows=${data.keys} empty="There is no key: the server answers everybody on this machine, and nobody else." />
+        <p class="empty">Keys are made where the server runs; the secret is shown once, and kept nowhere.</p>
+        <pre>coserve keys create ${data.tenant}${"\n"}coserve keys revoke KEY</pre><//>
+      <${Panel} title="Used of what is allowed"><div class="stack">
+        <${Meter} name="Storage" value=${sum("bytes")} most=${data.limits.bytes} format=${bytes} />
+        <${Meter} name="Records" value=${sum("rows")} most=${data.limits.records} />
+        <${Meter} name="Files" value=${files} most=${data.limits.files} />
+        <${Meter} name="Jobs that are not over" value=${data.unfinished_jobs} most=${data.limits.jobs} />
+        <${Meter} name="Requests waiting" value=${data.waiting} most=${data.limits.waiting} />
+        <small>${data.limits.requests_minute ? `${data.limits.requests_minute.toLocaleString()} requests a minute` : "Any number of requests a minute"}; ${data.running} running now.</small></div><//>
+    </div>
+    <${Panel} title="What the server keeps"><${Table} label="Kept records" rowKey=${(row) => row.kind} rows=${data.kept} empty="Nothing yet."
+      columns=${[{ head: "Kind", cell: (row) => KINDS[row.kind] ?? row.kind }, { head: "Number", number: true, cell: (row) => row.rows.toLocaleString() }, { head: "Size", number: true, cell: (row) => bytes(row.bytes) }]} /><//>`;
+}
+
+function Meter({ name, value, most, format = digits }) {
+  return html`<div><div class="meter-head"><span>${name}</span><span>${format(value)} <small>of ${format(most)}</small></span></div>
+    <meter aria-label=${name} min="0" max=${most} high=${0.9 * most} value=${value}>${format(value)}</meter></div>`;
+}
