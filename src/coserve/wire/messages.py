@@ -265,6 +265,7 @@ class Hello(WireMessage, frozen=True):
     linears: dict[str, tuple[str, ...]] = {}  # targets of adapters: in attention, feed_forward and the head
     bases: dict[str, FurtherBase] = {}
     stitched: tuple[str, ...] = ()  # ids of the chains of two bases that the engine has
+    methods: tuple[str, ...] = ()  # of adapters
 
     def of(self, base: str) -> "Hello":
         """The same of one base. A base that this engine does not have gives the first one's, and requests for

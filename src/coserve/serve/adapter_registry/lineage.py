@@ -1,4 +1,4 @@
-"""Where an adapter comes from: the job that trained it, that job's data, and the adapter before."""
+"""The lineage of an adapter: the job that trained it, that job's data, and the adapter before."""
 
 from collections.abc import AsyncIterator
 from typing import Any, Final

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_args
 
 import msgspec
 from fastapi import APIRouter, Query, Response
@@ -14,7 +14,14 @@ from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.http.streams import DONE, EVENT_BEGIN, EVENT_END, EventStream
 from coserve.serve.routes.jobs import checkpoint_told, find_job, shown_job
-from coserve.serve.schema.jobs import FigureList, JobList, MoveJob
+from coserve.serve.schema.jobs import (
+    FigureList,
+    JobChoices,
+    JobList,
+    MethodName,
+    MoveJob,
+    OptimizerSettings,
+)
 from coserve.serve.state import Shared, State
 from coserve.serve.store.records import JobRecord, Tenant
 
@@ -29,6 +36,19 @@ Step = Annotated[int, Query(ge=0, description="The last step that is known alrea
 Most = Annotated[
     int, Query(ge=2, le=_MOST_FIGURES, description="Fewer at equal distances, if there are more.")
 ]
+
+
+@router.get("/choices", responses=error_responses(), summary="List what a job may choose from")
+async def list_choices(caller: Caller, state: Shared) -> JobChoices:
+    """Bases, training methods, adapter methods and schedules that this server has; adapter methods are known
+    once an engine is there."""
+    hello = state.link.hello
+    return JobChoices(
+        models=list(state.catalog.bases),
+        methods=list(get_args(MethodName)),
+        adapters=[] if hello is None else list(hello.methods),
+        schedules=list(get_args(OptimizerSettings.model_fields["schedule"].annotation)),
+    )
 
 
 @router.get("/queue", response_model=JobList, responses=error_responses(), summary="List queued jobs")

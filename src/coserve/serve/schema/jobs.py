@@ -390,7 +390,7 @@ class ExamplesUsed(BaseModel):
     dropped: int = Field(description="Left out because there is nothing to learn in them.")
 
 
-class JobProgress(BaseModel):
+class StepProgress(BaseModel):
     """Optimizer steps of a job that has begun."""
 
     step: int
@@ -413,7 +413,7 @@ class JobObject(BaseModel):
     created_at: int
     finished_at: int | None
     estimated_finish: int | None
-    progress: JobProgress | None = Field(default=None, description="Once training has begun.")
+    progress: StepProgress | None = Field(default=None, description="Once training has begun.")
     stopping: bool = Field(default=False, description="Whether it ends as soon as it is saved.")
     slowdown: float | None = Field(
         default=None,
@@ -528,8 +528,16 @@ class JobList(BaseModel):
     has_more: bool
 
 
+class JobChoices(BaseModel):
+    object: Literal["fine_tuning.choices"] = "fine_tuning.choices"
+    models: list[str] = Field(description="The bases; adapters are to be had from /v1/adapters.")
+    methods: list[str] = Field(description="Training methods: the `type` of a job's `method`.")
+    adapters: list[str] = Field(description="Adapter methods: the `type` in a job's `peft`.")
+    schedules: list[str] = Field(description="Of the learning rate.")
+
+
 class MoveJob(RequestBody):
-    """Where a queued job goes among its tenant's others."""
+    """The new place of a queued job among its tenant's others."""
 
     before: str | None = Field(
         max_length=LONGEST_ID, description="The queued job that begins after it; null for the end."
