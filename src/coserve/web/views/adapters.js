@@ -2,12 +2,13 @@
 
 import { Button, Dialog, Field, Name, Notice, Panel, Table, bytes, digits, html, toast, useJson, usePages, useState, when } from "../ui.js";
 import { post, remove, request } from "../api.js";
-import { Confirm, Copyable, Drop, chatLink, jobLink, useDraft } from "./common.js";
+import { Confirm, Copyable, Drop, Unseen, chatLink, jobLink, useDraft, useReload } from "./common.js";
 
 const at = (name, what = "") => `/v1/adapters/${encodeURIComponent(name)}${what}`;
 
 export default function Adapters({ rest }) {
   const adapters = usePages("/v1/adapters", 50);
+  useReload(adapters, 3);
   const [open, setOpen] = useState(rest[0] ? { kind: "lineage", name: rest[0] } : null);
   const close = () => setOpen(null);
   const pin = async (one) => { if (one.pinned) await remove(at(one.id, "/pin")); else await post(at(one.id, "/pin"), undefined); adapters.reload(); };
@@ -18,13 +19,13 @@ export default function Adapters({ rest }) {
     { head: "Used by", cell: (one) => html`<${Users} one=${one} />` },
     { head: "From", cell: (one) => (one.job ? html`<a href=${jobLink(one.job)}>its job</a>` : one.owned_by === "coserve" ? "the operator" : "a file") },
     { head: "Created", cell: (one) => when(one.created) },
-    { head: "", cell: (one) => html`<span class="row"><a href=${chatLink(one.id)}>Chat</a>
+    { head: html`<${Unseen} text="Actions" />`, cell: (one) => html`<span class="row"><a href=${chatLink(one.id)}>Chat</a>
       ${["lineage", "export", "merge"].map((kind) => html`<${Button} quiet onClick=${() => setOpen({ kind, name: one.id })}>${kind[0].toUpperCase() + kind.slice(1)}<//>`)}
       <${Button} quiet onClick=${() => pin(one)}>${one.pinned ? "Unpin" : "Pin"}<//>
       ${one.owned_by !== "coserve" && html`<${Button} danger onClick=${() => setOpen({ kind: "delete", name: one.id })}>Delete<//>`}</span>` },
   ];
   return html`<${Import} onDone=${adapters.reload} />
-    <${Panel} title="Adapters" aside=${html`<${Button} quiet onClick=${adapters.reload}>Refresh<//>`}><${Table} label="Adapters" columns=${columns} ...${adapters} empty="No adapters yet: train one, or drop the two files of a PEFT adapter above." /><//>
+    <${Panel} title="Adapters"><${Table} label="Adapters" columns=${columns} ...${adapters} empty="No adapters yet: train one, or drop the two files of a PEFT adapter above." /><//>
     ${open?.kind === "lineage" && html`<${Lineage} name=${open.name} onClose=${close} />`}
     ${open?.kind === "export" && html`<${Dialog} title="Export" onClose=${close}><div class="stack"><p>PEFT's two files of <${Name} text=${open.name} />: put both into one folder.</p>
       <p class="row"><a class="button" href=${at(open.name, "/config")} download="adapter_config.json">adapter_config.json</a><a class="button" href=${at(open.name, "/weights")} download="adapter_model.safetensors">adapter_model.safetensors</a></p>

@@ -23,6 +23,18 @@ export const jobLink = (id) => `#/jobs/${encodeURIComponent(id)}`;
 const KINDS = { running: "good", succeeded: "good", failed: "bad", cancelled: "", queued: "warn", paused: "warn" };
 export const Status = ({ job }) => html`<span class="badge ${KINDS[job.status] ?? ""}">${job.stopping ? "saving" : job.status}</span>`;
 
+// Text for screen readers alone: the head of a column that explains itself to who sees it.
+export const Unseen = ({ text }) => html`<span class="unseen">${text}</span>`;
+
+// Loads a list's first page again every \`seconds\` while it is the only one, and looked at.
+export function useReload({ rows, reload }, seconds) {
+  useEffect(() => {
+    if (!rows || rows.length > 50) return;
+    const timer = setTimeout(() => { if (!document.hidden) reload(); }, seconds * 1000);
+    return () => clearTimeout(timer);
+  }, [rows, reload, seconds]);
+}
+
 // A question before something that cannot be undone.
 export function Confirm({ title, children, word, onYes, onClose }) {
   return html`<${Dialog} title=${title} onClose=${onClose}><div class="stack">${children}

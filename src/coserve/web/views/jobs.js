@@ -2,7 +2,7 @@
 
 import { Button, Chart, Empty, Figure, Name, Notice, Panel, Table, bytes, digits, duration, html, percent, useEffect, useJson, useMemo, usePages, useRef, useState, when } from "../ui.js";
 import { get, post, stream } from "../api.js";
-import { Confirm, Options, Status, chatLink, jobLink } from "./common.js";
+import { Confirm, Options, Status, Unseen, chatLink, jobLink, useReload } from "./common.js";
 import { NewJob } from "./new-job.js";
 
 const MOST_COMPARED = 4;
@@ -26,14 +26,10 @@ function List() {
   const [chosen, setChosen] = useState([]);
   const jobs = usePages(`${JOBS}${status ? `?status=${status}` : ""}`, 50);
   const { rows, reload } = jobs;
-  useEffect(() => { // the first page is looked at again; further ones only when asked for
-    if (!rows || rows.length > 50) return;
-    const timer = setTimeout(() => { if (!document.hidden) reload(); }, rows.some((job) => job.status === "running" || job.status === "queued") ? 2000 : 10000);
-    return () => clearTimeout(timer);
-  }, [rows, reload]);
+  useReload(jobs, rows?.some((job) => job.status === "running" || job.status === "queued") ? 2 : 10);
   const choose = (id) => setChosen((all) => (all.includes(id) ? all.filter((one) => one !== id) : [...all, id].slice(-MOST_COMPARED)));
   const columns = [
-    { head: "", cell: (job) => html`<input type="checkbox" aria-label="Compare ${label(job)}" checked=${chosen.includes(job.id)} onChange=${() => choose(job.id)} />` },
+    { head: html`<${Unseen} text="Compare" />`, cell: (job) => html`<input type="checkbox" aria-label="Compare ${label(job)}" checked=${chosen.includes(job.id)} onChange=${() => choose(job.id)} />` },
     { head: "Job", wide: true, cell: (job) => html`<a href=${jobLink(job.id)}><${Name} text=${label(job)} most=${50} /></a>` },
     { head: "State", cell: (job) => html`<${Status} job=${job} />` },
     { head: "Progress", cell: (job) => html`<${Progress} job=${job} />` },
@@ -41,7 +37,7 @@ function List() {
     { head: "Method", cell: (job) => job.method.type },
     { head: "From", cell: (job) => html`<${Name} text=${job.model} most=${30} />` },
     { head: "Created", cell: (job) => when(job.created_at) },
-    { head: "", cell: (job) => job.fine_tuned_model && html`<a href=${chatLink(job.fine_tuned_model)}>Chat with it</a>` },
+    { head: html`<${Unseen} text="Chat" />`, cell: (job) => job.fine_tuned_model && html`<a href=${chatLink(job.fine_tuned_model)}>Chat with it</a>` },
   ];
   return html`<${NewJob} />
     <${Queue} jobs=${rows} onMoved=${reload} />
@@ -73,7 +69,7 @@ function Queue({ jobs, onMoved }) {
     <${Button} quiet aria-label="Move ${label(job)} up" disabled=${at === 0} onClick=${() => move(job, queue[at - 1].id)}>↑<//>
     <${Button} quiet aria-label="Move ${label(job)} down" disabled=${at === queue.length - 1} onClick=${() => move(job, queue[at + 2]?.id ?? null)}>↓<//></span>`;
   return html`<${Panel} title="Queue" aside="the first begins next"><${Table} label="Queue" rows=${queue} columns=${[
-    { head: "", number: true, cell: (job) => queue.indexOf(job) + 1 }, { head: "Job", wide: true, cell: (job) => html`<a href=${jobLink(job.id)}><${Name} text=${label(job)} /></a>` },
+    { head: "Place", number: true, cell: (job) => queue.indexOf(job) + 1 }, { head: "Job", wide: true, cell: (job) => html`<a href=${jobLink(job.id)}><${Name} text=${label(job)} /></a>` },
     { head: "Waits because it", wide: true, cell: (job) => job.waiting_for ?? "" }, { head: "Order", cell: (job) => buttons(job, queue.indexOf(job)) }]} /><//>`;
 }
 
@@ -167,7 +163,7 @@ function Curves({ steps, checkpoints }) {
 
 const Checkpoints = ({ checkpoints }) => html`<${Panel} title="Checkpoints"><${Table} label="Checkpoints" rows=${checkpoints.slice(0, 30)} empty="None yet. Each can be asked at once, while the job trains." columns=${[
   { head: "Step", number: true, cell: (one) => one.step_number }, { head: "Loss", number: true, cell: (one) => digits(one.metrics.train_loss) },
-  { head: "Validation", number: true, cell: (one) => digits(reward(one.metrics)) }, { head: "", cell: (one) => html`<a href=${chatLink(one.fine_tuned_model_checkpoint)}>Chat with it</a>` }]} /><//>`;
+  { head: "Validation", number: true, cell: (one) => digits(reward(one.metrics)) }, { head: html`<${Unseen} text="Chat" />`, cell: (one) => html`<a href=${chatLink(one.fine_tuned_model_checkpoint)}>Chat with it</a>` }]} /><//>`;
 
 function Events({ id, status, step }) {
   const { data, error, reload } = useJson(`${JOBS}/${id}/events?limit=100`);
@@ -238,6 +234,6 @@ function Compare({ ids }) {
     ...names.map((name) => ({ id: name, cells: found.map(({ settings }) => shown(settings[name])) }))];
   return html`<p><a href="#/jobs">All jobs</a></p><${Notice} error=${error} />
     <${Panel} title="Loss by step">${x.length ? html`<${Chart} label="Loss of ${found.length} jobs by step" time=${false} height=${300} x=${x} series=${series} />` : html`<${Empty}>None of them has made a step.<//>`}<//>
-    <${Panel} title="What differs"><${Table} label="What differs" rows=${rows} empty="" columns=${[{ head: "", cell: (row) => html`<code>${row.id}</code>` },
+    <${Panel} title="What differs"><${Table} label="What differs" rows=${rows} empty="" columns=${[{ head: "Setting", cell: (row) => html`<code>${row.id}</code>` },
       ...found.map(({ job }, at) => ({ head: html`<a href=${jobLink(job.id)}><${Name} text=${label(job)} most=${24} /></a>`, cell: (row) => html`<${Name} text=${row.cells[at]} />` }))]} /><//>`;
 }

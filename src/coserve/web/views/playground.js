@@ -14,9 +14,9 @@ export default function Playground({ rest }) {
   const offered = useModels();
   const asked = rest[0];
   useEffect(() => { // a link from a job or an adapter: beside the base, the others go
-    if (!asked) return;
-    setDraft((old) => (old.models.includes(asked) ? {} : { models: [...(offered.base && old.turns.length === 0 ? [offered.base] : old.models.slice(0, MOST - 1)), asked].filter((one, at, all) => all.indexOf(one) === at) }));
-  }, [asked]);
+    if (!asked || !offered.base) return;
+    setDraft((old) => (old.models.includes(asked) ? {} : { models: [...(old.turns.length ? old.models.slice(0, MOST - 1) : [offered.base]), asked].filter((one, at, all) => all.indexOf(one) === at) }));
+  }, [asked, offered.base]);
   useEffect(() => { if (offered.base) setDraft((old) => (old.models.length ? {} : { models: [offered.base] })); }, [offered.base]);
   const { answer, stop, busy } = useAnswers(draft, setDraft);
   const [copies, setCopies] = useState(null);
