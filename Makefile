@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow check bench gpu tiny install dev clean
+.PHONY: demo test slow browser pictures check bench gpu tiny install dev clean
 
 demo: install
 	@mkdir -p build
@@ -20,6 +20,14 @@ test: dev
 
 slow: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+# The page in Chromium, which comes from the system's packages (apt-get install chromium) and needs no network.
+browser: dev $(VENV)/.browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
+
+# Makes the docs' pictures of the page anew.
+pictures: dev $(VENV)/.browser
+	OMP_NUM_THREADS=1 PAGE_PICTURES=docs/pictures $(BIN)/python -m pytest -m browser -k picture tests/browser
 
 check: dev
 	$(BIN)/ruff check src benchmarks tests examples
@@ -64,6 +72,10 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.browser: pyproject.toml $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -8,6 +8,7 @@ import secrets
 import httpx2
 import pytest
 
+from coserve.serve import telemetry
 from coserve.serve.http import revocation
 from coserve.serve.http.auth import COOKIE, TOKEN_HEADER
 from coserve.serve.store.logins import LOGIN_SECONDS, MOST_LOGINS, token_of
@@ -16,6 +17,11 @@ from serving import Play, World, listening
 
 LOGIN, LIVE = "/web/api/login", "/web/api/live"
 READS = ("/v1/models", "/v1/files", "/v1/fine_tuning/jobs", "/metrics", "/web/api/health", "/web/api/usage")
+
+
+@pytest.fixture(autouse=True)
+def samples_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.1)
 
 
 async def logged_in(world: World, name: str) -> tuple[str, str, str]:
@@ -109,14 +115,17 @@ def test_a_login_is_its_tenants_and_ends_with_its_key_its_time_or_by_hand(
         # A key in the headers counts, whatever the cookie is.
         both = with_cookie(ann, authorization=f"Bearer {bob_secret}")
         assert (await world.http.get(LOGIN, headers=both)).json()["tenant"] == "bob"
-        async with listening(world.app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
-            async with http.stream("GET", LIVE, headers=with_cookie(ann)) as watched:
-                events = watched.aiter_lines()
-                assert "rows" in await anext(events)
-                with Store(world.state.settings.state) as elsewhere:
-                    assert await elsewhere.tenants.revoke_key(ann_key)
-                last = [line async for line in events if "error" in line]
-                assert "key_revoked" in last[-1]
+        async with (
+            listening(world.app) as url,
+            httpx2.AsyncClient(base_url=url, timeout=60) as http,
+            http.stream("GET", LIVE, headers=with_cookie(ann)) as watched,
+        ):
+            events = watched.aiter_lines()
+            assert "rows" in await anext(events)
+            with Store(world.state.settings.state) as elsewhere:
+                assert await elsewhere.tenants.revoke_key(ann_key)
+            last = [line async for line in events if "error" in line]
+            assert "key_revoked" in last[-1]
         answer = await world.http.get("/v1/models", headers=with_cookie(ann))
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "logged_out"
         assert (await world.http.get("/v1/models", headers=with_cookie(bob))).status_code == 200

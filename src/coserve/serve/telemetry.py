@@ -199,16 +199,17 @@ class Telemetry:
         if self.is_full(tenant):
             return
         self._viewers[tenant.id] += 1
-        seen = self._number - len(self._samples)
+        seen, is_first = self._number - len(self._samples), True
         try:
             while not self._is_over:
                 wait, newest = self._sampled, self._number
-                if newest == seen + 1:
+                if newest == seen + 1 and not is_first:
                     if tenant.id not in self._messages:
                         self._messages[tenant.id] = self._message(tenant, 1)
                     yield self._messages[tenant.id]
                 elif newest > seen:
-                    yield self._message(tenant, min(newest - seen, len(self._samples)))
+                    yield self._message(tenant, min(newest - seen, len(self._samples)), is_first)
+                    is_first = False
                 seen = newest
                 if self._sampled is wait:  # none was made while the message was sent
                     await wait.wait()
@@ -217,13 +218,14 @@ class Telemetry:
             if not self._viewers[tenant.id]:
                 del self._viewers[tenant.id]
 
-    def _message(self, tenant: Tenant, count: int) -> bytes:
-        """The newest samples as one message: the common figures, and the tenant's own."""
+    def _message(self, tenant: Tenant, count: int, is_first: bool = False) -> bytes:
+        """The newest samples as one message: the common figures, and the tenant's own. A viewer's first one
+        names the fields."""
         samples = list(self._samples)[-count:]
         rows = b",".join(sample.row for sample in samples)
         own = b",".join(sample.own.get(tenant.id, b"null") for sample in samples)
         mine = _encode({"running": self._queue.running(tenant), "waiting": self._queue.place(tenant)})
-        fields = _encode(FIELDS) if count > 1 else b"null"
+        fields = _encode(FIELDS) if is_first else b"null"
         parts = {
             "fields": fields,
             "rows": b"[%s]" % rows,

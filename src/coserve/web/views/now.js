@@ -12,7 +12,7 @@ function useSamples() {
   useEffect(() => {
     const stop = new AbortController();
     const take = (told) => setSeen((old) => {
-      const anew = told.fields && old.lost !== false;
+      const anew = !!told.fields; // the first message of a connection has all that is kept
       const keep = (before, more) => (anew ? more : [...before, ...more]).slice(-KEPT);
       return { fields: told.fields ?? old.fields, rows: keep(old.rows, told.rows), own: keep(old.own, told.own), now: told.now, mine: told.mine, lost: false };
     });
