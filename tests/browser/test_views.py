@@ -26,6 +26,7 @@ T = TypeVar("T")
 pytestmark = pytest.mark.browser
 HOSTILE = "<img src=x onerror=\"document.title='taken'\">\u202egnp.exe"
 MANY = 10_000
+TRAINED = 240_000  # milliseconds in which a job ends, also on a machine that is busy
 JOBS = "/v1/fine_tuning/jobs"
 BOTH_ANSWERED = (
     "[...document.querySelectorAll('.answer')].filter(one => one.innerText.includes(' tokens')).length == 2"
@@ -122,7 +123,7 @@ def test_from_the_first_page_to_a_chat_with_an_adapter_of_ones_own_in_five_actio
     picture_of(page, "new-job")
     act("starts training", page.get_by_role("button", name="Start training").click)
     job = shown_job(page)
-    page.wait_for_selector(".badge:has-text('succeeded')")
+    page.wait_for_selector(".badge:has-text('succeeded')", timeout=TRAINED)
     picture_of(page, "job")
     act("chats with it", page.get_by_role("link", name="Chat with it").first.click)
     page.wait_for_selector(".column >> nth=1")
@@ -193,7 +194,7 @@ def test_a_draft_and_a_job_outlive_reloads_and_a_killed_engine(see: Any, busy: S
     page.wait_for_selector(".answer:has-text('version ftckpt-')")
     page.go_back()
     page.get_by_role("button", name="Stop and save").click()
-    page.wait_for_selector(".badge:has-text('succeeded')")
+    page.wait_for_selector(".badge:has-text('succeeded')", timeout=TRAINED)
     done = job_of(busy.url, id)
     assert before < done["progress"]["step"] < done["progress"]["total_steps"] and done["fine_tuned_model"]
     page.goto(f"{busy.url}/#/jobs")
@@ -288,7 +289,12 @@ def test_the_playground(see: Any, busy: Server) -> None:
     page.get_by_label("Tools (JSON)").fill("")
     page.get_by_role("button", name="Copy as").click()
     env = {**os.environ, "COSERVE_API_KEY": "any"}
-    for kind, package in (("curl", ""), ("OpenAI", "openai"), ("Anthropic", "anthropic"), ("Tinker", "tinker")):
+    for kind, package in (
+        ("curl", ""),
+        ("OpenAI", "openai"),
+        ("Anthropic", "anthropic"),
+        ("Tinker", "tinker"),
+    ):
         page.locator("dialog").get_by_role("button", name=kind, exact=True).click()
         program = page.locator("dialog pre").inner_text()
         compile(program, kind, "exec") if package else None
@@ -346,7 +352,7 @@ def test_adapters_come_in_and_go_out(see: Any, busy: Server, tmp_path: Path) -> 
     page.locator(".drop input").set_input_files(files)
     mine = page.locator("tr", has_text="<img")
     mine.get_by_role("button", name="Pin").click()
-    page.wait_for_selector(".badge:has-text('memory, pinned')")
+    page.wait_for_selector(".badge:has-text('pinned')")
     mine.get_by_role("button", name="Unpin").click()
     mine.get_by_role("button", name="Pin", exact=True).wait_for()
     row.get_by_role("button", name="Merge").click()
@@ -371,6 +377,7 @@ def test_the_views_are_accessible_and_fit(see: Any, busy: Server, sums: Path, sc
     looks = os.environ.get("PAGE_LOOKS")  # a folder for pictures of all of them
     for name, size in (("wide", {}), ("phone", {"viewport": PHONE})):
         seen = see(busy.url, color_scheme=scheme, **size)
+        page = seen.page
         for view in ("playground", "adapters", "jobs", "job"):
             if view == "job":
                 page.locator("td a").first.click()
@@ -413,7 +420,7 @@ def test_one_tenant_never_sees_another_ones_jobs_adapters_and_chats(
     drop(ann, data)
     ann.get_by_role("button", name="Start training").click()  # with the cookie and its token
     id = shown_job(ann)
-    ann.wait_for_selector(".badge:has-text('succeeded')")
+    ann.wait_for_selector(".badge:has-text('succeeded')", timeout=TRAINED)
     bob.reload()
     bob.wait_for_selector("text=No jobs yet")
     bob.goto(f"{locked.url}/#/jobs/{id}")
@@ -438,9 +445,9 @@ def test_ten_thousand_jobs_stay_fast(see: Any, tmp_path: Path, chromium: Any) ->
         store = Store(server.state)
         rows = [
             {
-                "id": f"ftjob-{number:06}", "tenant": owner, "status": JobStatus.FAILED, "seed": 1, "every": 1,
-                "model": "coserve-tiny", "name": f"ft:{number}", "base": "coserve-tiny", "created": 1, "step": 0,
-                "training_file": "file-x", "options": {}, "suffix": f"many-{number}", "trained_tokens": 0,
+                "id": f"ftjob-{number:06}", "tenant": owner, "status": JobStatus.FAILED, "seed": 1,
+                "every": 1, "model": "coserve-tiny", "name": f"ft:{number}", "base": "coserve-tiny", "created": 1,
+                "step": 0, "training_file": "file-x", "options": {}, "suffix": f"many-{number}", "trained_tokens": 0,
                 "saving": False,
                 "hyperparameters": {"n_epochs": 1, "batch_size": 1, "learning_rate_multiplier": 1.0},
             }
