@@ -446,9 +446,9 @@ def test_ten_thousand_jobs_stay_fast(see: Any, tmp_path: Path, chromium: Any) ->
         rows = [
             {
                 "id": f"ftjob-{number:06}", "tenant": owner, "status": JobStatus.FAILED, "seed": 1,
-                "every": 1, "model": "coserve-tiny", "name": f"ft:{number}", "base": "coserve-tiny", "created": 1,
-                "step": 0, "training_file": "file-x", "options": {}, "suffix": f"many-{number}", "trained_tokens": 0,
-                "saving": False,
+                "every": 1, "model": "coserve-tiny", "name": f"ft:{number}", "base": "coserve-tiny",
+                "created": 1, "step": 0, "training_file": "file-x", "options": {}, "suffix": f"many-{number}",
+                "trained_tokens": 0, "saving": False,
                 "hyperparameters": {"n_epochs": 1, "batch_size": 1, "learning_rate_multiplier": 1.0},
             }
             for number in range(MANY)
