@@ -70,7 +70,7 @@ def drop(page: Any, file: Path) -> None:
 
 
 def finish(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, from a thread of its own: the browser has a loop in this one."""
+    """The result of `work`, from a thread of its own: the browser has a loop in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
