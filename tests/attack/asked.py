@@ -16,6 +16,8 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel, TypeAdapter
 
+from coserve.serve.web.routes import LIVE
+
 INTEGERS: Final = (
     -1, 0, 1, 2, 16, 255, 257, 4096, 8_000_000, 2**31 - 1, 2**31, 2**53, 2**62, 2**63 - 1, 2**63, 2**64,
     -(2**63), -(2**64), 10**39, 10**4000, 1.5, 1e308,
@@ -78,7 +80,7 @@ def routes_of(app: FastAPI) -> list[Route]:
     found = []
     for route in iter_route_contexts(app.routes):
         dependant: Any = getattr(route, "dependant", None)
-        if dependant is None or route.path is None:
+        if dependant is None or route.path in (None, LIVE):  # LIVE is a stream that does not end
             continue
         query = {
             one.name: TypeAdapter(one.field_info.annotation).json_schema() for one in dependant.query_params

@@ -237,7 +237,7 @@ class Telemetry:
 
 
 def _state_of(link: EngineLink, stats: EngineStats | None) -> dict[str, Any]:
-    """What is shown of the present alone."""
+    """The part that is shown of the present alone."""
     hello = link.hello
     waits = (
         why_absent(hello) if hello is None or not link.ready else f"all {hello.max_running} places are taken"

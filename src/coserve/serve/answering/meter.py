@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class AnswerMeter:
-    """What the answers of one tenant by one model have had since the last sample. `users` are under way."""
+    """Tokens of one tenant's answers by one model since the last sample. `users` answers are under way."""
 
     users: int = 0
     tokens: int = 0

@@ -1,1 +1,1 @@
-"""What the page needs of the server: its files, logins of browsers, and figures as they change."""
+"""The server's side of the page: its files, logins of browsers, and figures as they change."""

@@ -1,4 +1,4 @@
-"""What the page's views Health and Keys show, beside the API: the server's state, and a tenant's quotas."""
+"""Contents of the page's views Health and Keys, beside the API: the server's state, and a tenant's quotas."""
 
 import asyncio
 import os
@@ -55,8 +55,8 @@ class ServerOverview(BaseModel):
     keys_required: bool
 
 
-class KeptRows(BaseModel):
-    """What the server keeps of one kind."""
+class KeptOfTenant(BaseModel):
+    """Rows and bytes that the server keeps, of one kind."""
 
     kind: str
     rows: int
@@ -68,7 +68,7 @@ class TenantUsage(BaseModel):
 
     tenant: str
     weight: float
-    kept: list[KeptRows]
+    kept: list[KeptOfTenant]
     keys: list[Key]
     unfinished_jobs: int
     running: int
@@ -117,7 +117,7 @@ async def usage(caller: Caller, state: Shared) -> TenantUsage:
     return TenantUsage(
         tenant=caller.name,
         weight=caller.weight,
-        kept=[KeptRows(kind=one.kind, rows=one.rows, bytes=one.bytes) for one in kept],
+        kept=[KeptOfTenant(kind=one.kind, rows=one.rows, bytes=one.bytes) for one in kept],
         keys=list(await store.tenants.keys(caller.id)),
         unfinished_jobs=await store.jobs.count_unfinished(caller.id),
         running=state.queue.running(caller),

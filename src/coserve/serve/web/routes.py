@@ -83,9 +83,7 @@ async def logout(request: Request, response: Response, caller: Caller, state: Sh
     response.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=_is_encrypted(request))
 
 
-@router.get(
-    LIVE, responses=error_responses(429), summary="Figures as they change", response_class=EventStream
-)
+@router.get(LIVE, include_in_schema=False)
 async def live(caller: Caller, state: Shared) -> Response:
     """Server-sent events, one a second: the figures of all, and those of the caller's own models and jobs.
     The first event has the last ten minutes."""

@@ -41,7 +41,14 @@ from coserve.serve.store.records import (
 )
 from coserve.serve.store.store import Store
 
-NOT_A_TENANTS = {"tenants", "keys", "news", "suspects", "kept"}  # made by operators and the server alone
+NOT_A_TENANTS = {
+    "tenants",
+    "keys",
+    "logins",
+    "news",
+    "suspects",
+    "kept",
+}  # made by operators and the server alone
 DAY = 86400
 
 
