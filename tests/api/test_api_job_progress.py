@@ -3,6 +3,7 @@ engine."""
 
 import asyncio
 import json
+import re
 from typing import Any
 
 from coserve.wire.messages import Hello, JobPreview, PreviewJob, ShownExample, TextPiece
@@ -196,6 +197,8 @@ def test_the_settled_configuration_makes_the_same_job(play: Play) -> None:
             assert made.status_code == 200, made.text
             told = await world.http.get(f"{JOBS}/{made.json()['id']}/configuration")
             assert told.status_code == 200, told.text
+            intervals = {"save_steps", "eval_interval"} & set(re.findall(r"\w+", told.text))
+            assert len(intervals) == 1, told.text  # also where the server's default was taken
             cloned = await world.http.post(JOBS, json=told.json())
             assert cloned.status_code == 200, cloned.text
             rows = [(await world.state.store.jobs.get(one["organization_id"], one["id"])) for one in
