@@ -207,7 +207,7 @@ function python(value, indent = "") {
   if (typeof value === "boolean") return value ? "True" : "False";
   if (typeof value !== "object") return JSON.stringify(value).replace(/[\u007f-\uffff]/g, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
   const inner = `${indent}    `;
-  const parts = Array.isArray(value) ? value.map((one) => python(one, inner)) : Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${python(one, inner)}`);
+  const parts = Array.isArray(value) ? value.map((one) => python(one, inner)) : Object.entries(value).filter(([, one]) => one !== undefined).map(([name, one]) => `${JSON.stringify(name)}: ${python(one, inner)}`);
   const [open, close] = Array.isArray(value) ? "[]" : "{}";
   return parts.length ? `${open}\n${parts.map((part) => `${inner}${part},\n`).join("")}${indent}${close}` : open + close;
 }
@@ -225,8 +225,9 @@ function asOpenAI({ top_k, ...body }) {
 
 function asAnthropic({ model, messages, tools, temperature, top_p, top_k, max_tokens = 256 }) {
   const system = messages.find((one) => one.role === "system")?.content;
-  const given = { model, max_tokens, system, messages: messages.filter((one) => one.role !== "system"), temperature: temperature === undefined ? undefined : Math.min(1, temperature), top_p, top_k,
-    tools: tools?.map(({ function: one }) => ({ name: one.name, description: one.description ?? "", input_schema: one.parameters ?? { type: "object" } })) };
+  const given = { model, max_tokens, system, messages: messages.filter((one) => one.role !== "system"),
+    tools: tools?.map(({ function: one }) => ({ name: one.name, description: one.description ?? "", input_schema: one.parameters ?? { type: "object" } })),
+    extra_body: { temperature: temperature === undefined ? undefined : Math.min(1, temperature), top_p, top_k } }; // newer clients have no parameters for these
   const lines = Object.entries(given).filter(([, value]) => value !== undefined).map(([name, value]) => `    ${name}=${python(value, "    ")},\n`).join("");
   return `import os\nimport anthropic\n\nclient = anthropic.Anthropic(base_url="${location.origin}", api_key=os.environ.get("COSERVE_API_KEY", "none"))\nanswer = client.messages.create(\n${lines})\nprint(answer.content[0].text)`;
 }
