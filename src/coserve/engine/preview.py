@@ -21,12 +21,13 @@ from coserve.train.job import PreparedJob
 from coserve.train.lengths import check_lengths_of, limit_of
 from coserve.train.objectives import ORPO, Supervised
 from coserve.train.steps import count_steps
-from coserve.wire.messages import Fault, JobPreview, JobSpec, TextPiece, TokenCounts
+from coserve.wire.messages import MOST_SHOWN, Fault, JobPreview, JobSpec, ShownExample, TextPiece, TokenCounts
 
 SECONDS: Final = 20.0  # for which a file is read: the rest is estimated
 _RECORDS: Final = 10_000_000  # of a file, as many as one may have
 _LOOKED_AT: Final = 512  # examples that memory and time are computed from
 _SHOWN: Final = 2048  # tokens of an example that are shown
+_SHOWN_TOKENS: Final = 512  # of each of several examples
 _BINS: Final = 12
 _SPREAD: Final = 8  # times the shortest length up to which bins are equal
 _DRAWN_STEPS: Final = 8  # steps of which the mean time is taken
@@ -34,10 +35,11 @@ _SHARES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def read_preview(
-    engine: Engine, spec: JobSpec, records: int | None = None
+    engine: Engine, spec: JobSpec, records: int | None = None, shown: int = 0
 ) -> tuple[JobPreview, PreparedJob | None]:
-    """The preview of a job whose file has so many `records`, without its memory; and the job with its longest
-    examples, which `judge` needs, where any is left. Takes no lock: steps go on meanwhile."""
+    """The preview of a job whose file has so many `records`, without its memory, and with the tokens of the
+    first `shown` of them; and the job with its longest examples, which `judge` needs, where any is left.
+    Takes no lock: steps go on meanwhile."""
     try:
         prepared = prepare_job(engine, spec, spec.job, reading=Reading(_RECORDS, SECONDS, tolerates=True))
     except (DataError, AdapterError, ConfigError) as error:
@@ -54,7 +56,7 @@ def read_preview(
     read = len(counts.lengths)
     scale = 1.0 if data.is_whole or records is None else max(records / read, 1.0)
     units = round(prepared.units * scale)
-    shown = [_pieces(example, engine.text) for example in data.examples[: prepared.objective.group]]
+    first = [_pieces(example, engine.text) for example in data.examples[: prepared.objective.group]]
     preview = JobPreview(
         fault=fault,
         container=data.container,
@@ -72,8 +74,9 @@ def read_preview(
         pieces=counts.pieces,
         examples=prepared.units,
         ignored=data.ignored,
-        first=shown[0] if shown else (),
-        rejected=shown[1] if len(shown) > 1 and not data.desirable else (),
+        first=first[0] if first else (),
+        rejected=first[1] if len(first) > 1 and not data.desirable else (),
+        shown=tuple(_shown(prepared, engine.text, min(shown, MOST_SHOWN))),
         steps=count_steps(units, config) if units else 0,
         seconds=_seconds(engine, prepared, scale) if units else None,
     )
@@ -130,6 +133,20 @@ def _pieces(example: Example, text: Text | None) -> tuple[TextPiece, ...]:
         else:
             found.append((written, is_trained))
     return tuple(TextPiece(part.decode(errors="replace"), trained) for part, trained in found)
+
+
+def _shown(prepared: PreparedJob, text: Text | None, most: int) -> Iterator[ShownExample]:
+    """The first `most` examples, or pairs, token by token."""
+    if text is None:
+        return
+    data, group = prepared.data, prepared.objective.group
+    for place, example in enumerate(data.examples[: most * group]):
+        labels = (IGNORED, *example.labels)  # of a token by the row before it
+        pieces = tuple(
+            TextPiece(text.token_bytes(token).decode(errors="replace"), label != IGNORED)
+            for token, label in zip(example.tokens[:_SHOWN_TOKENS], labels, strict=False)
+        )
+        yield ShownExample(pieces, len(example.tokens), place % group > 0 and not data.desirable)
 
 
 def _seconds(engine: Engine, prepared: PreparedJob, scale: float) -> float | None:

@@ -32,6 +32,7 @@ from safetensors.torch import load_file  # noqa: F401  # imported in advance, so
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
+from coserve.adapters.methods import methods
 from coserve.adapters.sites import linear_names
 from coserve.core.request import BASE
 from coserve.core.size import show_size
@@ -326,6 +327,7 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
             if one.base_id in start.bases
         },
         stitched=tuple(one.base_id for one in engine.bases if one.base_id in start.stitched),
+        methods=tuple(methods()),
     )
 
 

@@ -157,7 +157,7 @@ class ServedEngine:
             case PreviewJob():
                 engine = self._engine.bases[command.spec.base]
                 previewed = partial(self._previewed, engine, command.ref, self._connection)
-                read_job = partial(read_preview, engine, command.spec, command.records)
+                read_job = partial(read_preview, engine, command.spec, command.records, command.shown)
                 self._previews.do("looking at the job", read_job, previewed)
             case JobSpec():
                 if not self.draining:  # else the next engine resumes it

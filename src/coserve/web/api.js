@@ -59,9 +59,10 @@ export async function request(method, path, { json, body, headers, signal } = {}
 }
 
 // The data of server-sent events, parsed; ends with the stream or with `data: [DONE]`. Options as `request`'s,
-// and `method`. An event that is an error is thrown.
-export async function* stream(path, { method = "GET", ...options } = {}) {
+// and `method`; `onHeaders` is told the response's headers. An event that is an error is thrown.
+export async function* stream(path, { method = "GET", onHeaders, ...options } = {}) {
   const response = await request(method, path, options);
+  onHeaders?.(response.headers);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {

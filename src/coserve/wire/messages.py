@@ -7,7 +7,7 @@ without a server. Their events are numbered, and reported on every new connectio
 and acknowledged them.
 """
 
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -122,11 +122,13 @@ class CheckJob(WireMessage, frozen=True):
 
 class PreviewJob(WireMessage, frozen=True):
     """Has a job read, and looked at, that is not created; a `Reply` with `ref` and a `preview` follows.
-    `records` is the number of its file's records, which are not all read where that takes long."""
+    `records` is the number of its file's records, which are not all read where that takes long. The preview
+    has the tokens of the first `shown` ones."""
 
     ref: int
     spec: JobSpec
     records: int | None = None
+    shown: int = 0
 
 
 class StopJob(WireMessage, frozen=True):
@@ -263,6 +265,7 @@ class Hello(WireMessage, frozen=True):
     linears: dict[str, tuple[str, ...]] = {}  # targets of adapters: in attention, feed_forward and the head
     bases: dict[str, FurtherBase] = {}
     stitched: tuple[str, ...] = ()  # ids of the chains of two bases that the engine has
+    methods: tuple[str, ...] = ()  # of adapters
 
     def of(self, base: str) -> "Hello":
         """The same of one base. A base that this engine does not have gives the first one's, and requests for
@@ -313,11 +316,22 @@ class TokenCounts(msgspec.Struct, frozen=True):
     histogram: tuple[tuple[int, int, int], ...]
 
 
+MOST_SHOWN: Final = 16  # examples of a preview that are told token by token
+
+
 class TextPiece(msgspec.Struct, frozen=True):
     """A stretch of an example's text, and whether it is trained."""
 
     text: str
     trained: bool
+
+
+class ShownExample(msgspec.Struct, frozen=True):
+    """The first tokens of an example of so many `tokens`; whether it is the `rejected` answer of a pair."""
+
+    pieces: tuple[TextPiece, ...]
+    tokens: int
+    rejected: bool = False
 
 
 class JobPreview(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -326,7 +340,8 @@ class JobPreview(msgspec.Struct, frozen=True, omit_defaults=True):
     Its data are `records` in a `container`, all of them if `is_whole`, with lengths of `tokens`; `over` are
     longer than the `limit`, the longest is at `longest_place`. Counts of what became of them are as in
     `JobStarted`, with so many `examples` left. `first` is the first one as it is rendered; of a pair
-    `rejected` is the other answer. `steps`, `seconds` and bytes of `memory`, of `memory_room`, are expected;
+    `rejected` is the other answer. `shown` has the first examples token by token, of pairs both answers one
+    after the other. `steps`, `seconds` and bytes of `memory`, of `memory_room`, are expected;
     None where that is not known.
     """
 
@@ -348,6 +363,7 @@ class JobPreview(msgspec.Struct, frozen=True, omit_defaults=True):
     ignored: tuple[str, ...] = ()
     first: tuple[TextPiece, ...] = ()
     rejected: tuple[TextPiece, ...] = ()
+    shown: tuple[ShownExample, ...] = ()
     steps: int = 0
     seconds: float | None = None
     memory: int | None = None

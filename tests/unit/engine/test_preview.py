@@ -178,3 +178,21 @@ def test_seconds_follow_the_costs_of_steps(
     capped = look(engine, asked(file, batch_size=2, epochs=2, max_steps=3)).seconds
     assert capped and math.isclose(capped, once / 2)
     assert look(engine, asked(put(tmp_path, DATA["dpo"]), "dpo")).seconds is None
+
+
+@pytest.mark.parametrize("name", ["supervised", "dpo"])
+def test_the_first_records_are_shown_token_by_token(engine: Engine, tmp_path: Path, name: str) -> None:
+    """Joined they are the stretches of the first example, and of a pair the second is the rejected one."""
+    preview, _ = read_preview(engine, asked(put(tmp_path, DATA[name]), name), shown=2)
+    group = 2 if name == "dpo" else 1
+    assert [one.rejected for one in preview.shown] == [False, True][:group] * 2
+    for shown, pieces in zip(preview.shown, (preview.first, preview.rejected)[:group], strict=False):
+        assert shown.tokens == len(shown.pieces) > len(pieces) > 1
+        for trained in (False, True):
+            told = [
+                ["".join(one.text for one in of if one.trained is trained)] for of in (shown.pieces, pieces)
+            ]
+            assert told[0] == told[1] != [""]
+    few = read_preview(engine, asked(put(tmp_path, DATA[name]), name), shown=1)[0].shown
+    assert len(few) == group and few == preview.shown[:group]
+    assert not read_preview(engine, asked(put(tmp_path, DATA[name]), name))[0].shown

@@ -83,7 +83,7 @@ class Catalog:
             return await self.find(tenant, alias)
         if adapter is None or adapter.id in self._leaving:
             raise unknown_model(name)
-        return self._model(adapter)
+        return self.model_of(adapter)
 
     def alias_of(self, name: str) -> str | None:
         """The base that the settings have stand in for a model of this name; None for no such name."""
@@ -94,13 +94,13 @@ class Catalog:
 
     def checkpoint(self, row: TinkerCheckpoint) -> Model:
         """A checkpoint of a `tinker` client as a model."""
-        return self._model(as_adapter(row))
+        return self.model_of(as_adapter(row))
 
     async def list(self, tenant: Tenant) -> list[Model]:
         """The bases, and the tenant's adapters of them."""
         adapters = [one for base in self.bases for one in await self._store.adapters.list(tenant.id, base)]
         present = [adapter for adapter in adapters if adapter.id not in self._leaving]
-        return [*self.bases.values(), *map(self._model, present)]
+        return [*self.bases.values(), *map(self.model_of, present)]
 
     async def _named(self, tenant: Tenant, name: str) -> Adapter | None:
         if not name.startswith(SCHEME):
@@ -116,7 +116,12 @@ class Catalog:
             return None
         return as_adapter(checkpoint)
 
-    def _model(self, adapter: Adapter) -> Model:
+    def users_of(self, key: str) -> int:
+        """Number of answers and sessions that use an adapter now."""
+        return self._users[key]
+
+    def model_of(self, adapter: Adapter) -> Model:
+        """An adapter of the store as a model."""
         chains = self.chains.get(adapter.id, ())
         base = self.bases.get(adapter.base, self.base)
         folder = self._store.folder_of(adapter)

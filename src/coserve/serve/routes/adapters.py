@@ -1,20 +1,26 @@
-"""Loading and unloading adapters (`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM), and
-pinning."""
+"""Loading and unloading adapters (`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM),
+pinning, and what is known of them."""
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import PlainTextResponse
 
+from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.adapter_registry.imports import folder_below
+from coserve.serve.adapter_registry.lineage import lineage_of
 from coserve.serve.adapter_registry.registry import base_warning, import_adapter, pin_adapter, remove_adapter
 from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.idempotency import KEYED
 from coserve.serve.http.json_bodies import JsonRoute
+from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
+from coserve.serve.routes.files import unknown_cursor
 from coserve.serve.routes.models import card_of
+from coserve.serve.schema.adapters import AdapterCard, AdapterList, Lineage
 from coserve.serve.schema.models import LoadAdapterRequest, ModelCard, UnloadAdapterRequest
-from coserve.serve.state import Shared
+from coserve.serve.state import Shared, State
 
 router = APIRouter(route_class=JsonRoute, tags=["Adapters"])
 
@@ -54,6 +60,56 @@ async def unload_lora_adapter(body: UnloadAdapterRequest, caller: Caller, state:
     """Removes an adapter's name, waits for the answers that use it, and deletes the server's copy."""
     await remove_adapter(state, caller, await state.catalog.find(caller, body.lora_name))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@router.get("/v1/adapters", response_model=AdapterList, responses=error_responses(), summary="List adapters")
+async def list_adapters(
+    caller: Caller,
+    state: Shared,
+    after: Annotated[str | None, Query(description="The last one of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    """The caller's adapters and those that are shared, the newest first, with their size, where they are, and
+    what uses them now. Checkpoints are not listed."""
+    page = await state.store.adapters.page(caller.id, list(state.catalog.bases), after, limit)
+    if page is None:
+        raise unknown_cursor(after)
+    users = await state.store.jobs.users([adapter.id for adapter in page.records], caller.id)
+    models = [state.catalog.model_of(adapter) for adapter in page.records]
+    shown = [
+        WrittenJson(written_later(_card, state, model, users.get(model.key or "", []))) for model in models
+    ]
+    return await json_reply(
+        state.bodies, caller.id, {"object": "list", "data": shown, "has_more": page.has_more}
+    )
+
+
+@router.get(
+    "/v1/adapters/{name:path}/lineage",
+    responses=error_responses(404),
+    summary="Tell where an adapter comes from",
+)
+async def tell_lineage(name: str, caller: Caller, state: Shared) -> Lineage:
+    """An adapter or checkpoint, the job that trained it, that job's data, the adapter that this began with,
+    and so on back to the base."""
+    found, has_more = await lineage_of(state, caller, await state.catalog.find(caller, name))
+    return Lineage.model_validate({"data": found, "has_more": has_more})
+
+
+def _card(state: State, model: Model, jobs: list[str]) -> AdapterCard:
+    adapter = model.adapter
+    assert adapter is not None, "an adapter's card"
+    return AdapterCard.model_validate(
+        {
+            **card_of(state, model).model_dump(),
+            "warning": base_warning(state, adapter),
+            "bytes": adapter.bytes,
+            "requests": None if adapter.tenant is None else state.catalog.users_of(adapter.id),
+            "jobs": jobs,
+            "job": adapter.job,
+            "step": adapter.step,
+        }
+    )
 
 
 @router.post(

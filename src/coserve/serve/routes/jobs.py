@@ -41,6 +41,7 @@ from coserve.serve.schema.jobs import (
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Tenant
+from coserve.serve.training.configuration import configuration_of
 from coserve.serve.training.origins import origins_of
 from coserve.serve.training.recipe import (
     checkpoint_interval,
@@ -52,13 +53,15 @@ from coserve.serve.training.recipe import (
 from coserve.serve.training.told import told_preview
 from coserve.train.grading.asking import models_asked
 from coserve.train.objectives import Reinforcement, objective_of
-from coserve.wire.messages import JobPreview, MethodFields, PreviewJob
+from coserve.wire.messages import MOST_SHOWN, JobPreview, MethodFields, PreviewJob
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/fine_tuning", tags=["Fine-tuning"])
 _NAMED = 8  # characters of a job's id in its adapter's name
 
 After = Annotated[str | None, Query(description="The last one of the page before.")]
 Limit = Annotated[int, Query(ge=1, le=1000)]
+Show = Annotated[int, Query(ge=0, le=MOST_SHOWN, description="Examples that are told token by token.")]
+Status = Annotated[JobStatus | None, Query(description="Keeps jobs that have it.")]
 
 
 @router.post(
@@ -77,13 +80,13 @@ async def create_job(body: JobRequest, caller: Caller, state: Shared) -> JobObje
         job = await state.job_controller.submit(job)
     for text, level in _notes(state, body, model):
         await state.store.jobs.note(job.id, text, level)
-    return _shown(state, job)
+    return shown_job(state, job)
 
 
 @router.post("/validate", responses=error_responses(404, 409), summary="Check a job's data")
-async def validate_job(body: JobRequest, caller: Caller, state: Shared) -> JobValidation:
+async def validate_job(body: JobRequest, caller: Caller, state: Shared, show: Show = 0) -> JobValidation:
     """Tells what a job with this body would be, and for what reason it would be refused. Nothing is
-    created."""
+    created. With `show` the first examples are told token by token, those that are trained and the others."""
     job, training, *models = await _asked(state, caller, body)
     with ExitStack() as used:
         for model in filter(None, models):
@@ -94,7 +97,7 @@ async def validate_job(body: JobRequest, caller: Caller, state: Shared) -> JobVa
                 raise not_found(
                     "A file was deleted a moment ago.", param="training_file", code="file_not_found"
                 )
-            reply = await state.link.check(PreviewJob(0, spec, training.examples))
+            reply = await state.link.check(PreviewJob(0, spec, training.examples, show))
     preview = reply.preview or JobPreview()
     refusal = None
     if preview.fault is not None:
@@ -244,39 +247,63 @@ def _refusal(error: CoserveError) -> ApiError:
 
 @router.get("/jobs", response_model=JobList, responses=error_responses(), summary="List fine-tuning jobs")
 async def list_jobs(
-    request: Request, caller: Caller, state: Shared, after: After = None, limit: Limit = 20
+    request: Request,
+    caller: Caller,
+    state: Shared,
+    after: After = None,
+    limit: Limit = 20,
+    status: Status = None,
 ) -> Response:
     """The caller's jobs, the newest first; `metadata[key]=value` keeps those that carry this pair, and
     `metadata=null` those without any."""
-    page = await state.store.jobs.page(caller.id, after, limit, _metadata(request))
+    page = await state.store.jobs.page(caller.id, after, limit, _metadata(request), status)
     if page is None:
         raise unknown_cursor(after)
-    shown = [WrittenJson(written_later(_shown, state, job)) for job in page.records]
+    shown = [WrittenJson(written_later(shown_job, state, job)) for job in page.records]
     return await _listed(state, caller, shown, page.has_more)
 
 
 @router.get("/jobs/{job_id}", responses=error_responses(404), summary="Retrieve a fine-tuning job")
 async def retrieve_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Describes a job and how far it is."""
-    return _shown(state, await _find(state, caller, job_id))
+    return shown_job(state, await find_job(state, caller, job_id))
 
 
 @router.post("/jobs/{job_id}/cancel", responses=error_responses(404, 409), summary="Cancel a job")
 async def cancel_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Ends a job for good. Its checkpoints stay."""
-    return _shown(state, await state.job_controller.cancel(await _find(state, caller, job_id)))
+    return shown_job(state, await state.job_controller.cancel(await find_job(state, caller, job_id)))
 
 
 @router.post("/jobs/{job_id}/pause", responses=error_responses(404, 409), summary="Pause a job")
 async def pause_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Stops a job after a checkpoint, so that it can be resumed."""
-    return _shown(state, await state.job_controller.pause(await _find(state, caller, job_id)))
+    return shown_job(state, await state.job_controller.pause(await find_job(state, caller, job_id)))
 
 
 @router.post("/jobs/{job_id}/resume", responses=error_responses(404, 409), summary="Resume a job")
 async def resume_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
     """Lets a paused job go on from where it was."""
-    return _shown(state, await state.job_controller.resume(await _find(state, caller, job_id)))
+    return shown_job(state, await state.job_controller.resume(await find_job(state, caller, job_id)))
+
+
+@router.post("/jobs/{job_id}/save", responses=error_responses(404, 409), summary="Stop and save a job")
+async def save_job(job_id: str, caller: Caller, state: Shared) -> JobObject:
+    """Ends a job with what it has learnt: after a checkpoint it succeeds, and its adapter is that one, or the
+    best where the job keeps that."""
+    return shown_job(state, await state.job_controller.save(await find_job(state, caller, job_id)))
+
+
+@router.get(
+    "/jobs/{job_id}/configuration",
+    response_model_exclude_unset=True,
+    responses=error_responses(404),
+    summary="Retrieve a job's configuration",
+)
+async def retrieve_configuration(job_id: str, caller: Caller, state: Shared) -> JobRequest:
+    """The body that creates the same job again: with the seed, and every "auto" and default as it was
+    chosen."""
+    return configuration_of(await find_job(state, caller, job_id))
 
 
 @router.get(
@@ -290,7 +317,7 @@ async def list_events(
 ) -> Response:
     """Lists what happened to a job, the newest first. Events of type `metrics` hold an optimizer step's
     figures."""
-    job = await _find(state, caller, job_id)
+    job = await find_job(state, caller, job_id)
     page = await state.store.jobs.events(job.id, after, limit)
     if page is None:
         raise unknown_cursor(after)
@@ -308,12 +335,12 @@ async def list_checkpoints(
     job_id: str, caller: Caller, state: Shared, after: After = None, limit: Limit = 10
 ) -> Response:
     """A job's adapter at several steps, the newest first. Each can be sampled while the job runs."""
-    job = await _find(state, caller, job_id)
+    job = await find_job(state, caller, job_id)
     page = await state.store.jobs.checkpoints(job.id, after, limit)
     if page is None:
         raise unknown_cursor(after)
     ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    shown = [WrittenJson(written_later(_checkpoint, checkpoint)) for checkpoint in page.records]
+    shown = [WrittenJson(written_later(checkpoint_told, checkpoint)) for checkpoint in page.records]
     return await _listed(state, caller, shown, page.has_more, first_id=ends[0], last_id=ends[1])
 
 
@@ -325,7 +352,8 @@ async def _listed(
     return await json_reply(state.bodies, caller.id, told)
 
 
-async def _find(state: State, tenant: Tenant, id: str) -> JobRecord:
+async def find_job(state: State, tenant: Tenant, id: str) -> JobRecord:
+    """The tenant's job. Raises ApiError 404."""
     job = await state.store.jobs.get(tenant.id, id)
     if job is None:
         message = f"Could not find fine-tuning job: {id}"
@@ -378,11 +406,19 @@ def _examples(job: JobRecord) -> dict[str, int] | None:
     return {name: count or 0 for name, count in counts.items()} if job.examples else None
 
 
-def _shown(state: State, job: JobRecord) -> JobObject:
-    finish = None
+def shown_job(state: State, job: JobRecord) -> JobObject:
+    """A job as it is told."""
+    finish = left = None
     if job.status == JobStatus.RUNNING and None not in (job.pace, job.stepped, job.steps):
         assert job.pace is not None and job.stepped is not None and job.steps is not None
-        finish = int(job.stepped + job.pace * (job.steps - job.step))
+        left = job.pace * (job.steps - job.step)
+        finish = int(job.stepped + left)
+    progress = {
+        "step": job.step,
+        "total_steps": job.steps,
+        "seconds_per_step": job.pace,
+        "seconds_left": left,
+    }
     return JobObject.model_validate(
         {
             "id": job.id,
@@ -393,6 +429,8 @@ def _shown(state: State, job: JobRecord) -> JobObject:
             "created_at": job.created,
             "finished_at": job.finished,
             "estimated_finish": finish,
+            "progress": None if job.steps is None else progress,
+            "stopping": job.saving,
             "slowdown": _slowdown(state, job),
             "fine_tuned_model": job.name if job.status == JobStatus.SUCCEEDED else None,
             "organization_id": job.tenant,
@@ -444,7 +482,8 @@ def _event(event: Event) -> EventObject:
     )
 
 
-def _checkpoint(checkpoint: CheckpointRecord) -> CheckpointObject:
+def checkpoint_told(checkpoint: CheckpointRecord) -> CheckpointObject:
+    """A checkpoint as it is told."""
     return CheckpointObject(
         id=checkpoint.id,
         created_at=checkpoint.created,

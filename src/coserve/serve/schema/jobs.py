@@ -390,6 +390,15 @@ class ExamplesUsed(BaseModel):
     dropped: int = Field(description="Left out because there is nothing to learn in them.")
 
 
+class StepProgress(BaseModel):
+    """Optimizer steps of a job that has begun."""
+
+    step: int
+    total_steps: int | None
+    seconds_per_step: float | None
+    seconds_left: float | None = Field(description="Of a running job, by its mean time for a step.")
+
+
 class JobObject(BaseModel):
     """A fine-tuning job, with every "auto" replaced by what was chosen."""
 
@@ -404,6 +413,8 @@ class JobObject(BaseModel):
     created_at: int
     finished_at: int | None
     estimated_finish: int | None
+    progress: StepProgress | None = Field(default=None, description="Once training has begun.")
+    stopping: bool = Field(default=False, description="Whether it ends as soon as it is saved.")
     slowdown: float | None = Field(
         default=None,
         description="Of a running job that has made a step: how much longer recent answers took because of "
@@ -469,6 +480,14 @@ class PieceOfText(BaseModel):
     trained: bool
 
 
+class ExampleShown(BaseModel):
+    """An example's first 512 tokens."""
+
+    tokens: list[PieceOfText]
+    total_tokens: int
+    rejected: bool = Field(description="Whether it is the other answer of the pair before it.")
+
+
 class ExpectedMemory(BaseModel):
     """Bytes."""
 
@@ -494,6 +513,7 @@ class JobValidation(BaseModel):
     ignored: list[str] = Field(description="Keys of the records that are not read, the first of them.")
     first_example: list[PieceOfText] = Field(description="As it is rendered, its first 2,048 tokens.")
     first_rejected: list[PieceOfText] | None = Field(description="The other answer of the first pair.")
+    shown: list[ExampleShown] = Field(description="The first examples token by token, where asked for.")
     method: MethodUsed
     steps: int
     expected_seconds: float | None = Field(
@@ -506,6 +526,42 @@ class JobList(BaseModel):
     object: Literal["list"] = "list"
     data: list[JobObject]
     has_more: bool
+
+
+class JobChoices(BaseModel):
+    object: Literal["fine_tuning.choices"] = "fine_tuning.choices"
+    models: list[str] = Field(description="The bases; adapters are to be had from /v1/adapters.")
+    methods: list[str] = Field(description="Training methods: the `type` of a job's `method`.")
+    adapters: list[str] = Field(description="Adapter methods: the `type` in a job's `peft`.")
+    schedules: list[str] = Field(description="Of the learning rate.")
+
+
+class MoveJob(RequestBody):
+    """The new place of a queued job among its tenant's others."""
+
+    before: str | None = Field(
+        max_length=LONGEST_ID, description="The queued job that begins after it; null for the end."
+    )
+
+
+class StepFigures(BaseModel):
+    """An optimizer step. Further figures are those of the training method."""
+
+    model_config = ConfigDict(extra="allow")
+
+    step: int
+    created_at: int
+    train_loss: float | None = None
+    valid_loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+
+
+class FigureList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[StepFigures]
 
 
 class EventObject(BaseModel):

@@ -12,10 +12,10 @@ from sqlalchemy.orm import Session
 from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
 from coserve.serve.store.creations import CreationStore, Note
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.durable import RESUMING
 from coserve.serve.store.quotas import Quotas, bytes_in
-from coserve.serve.store.records import Adapter, CheckpointRecord, JobRecord
+from coserve.serve.store.records import Adapter, CheckpointRecord, JobRecord, Page
 
 
 def _visible(tenant: str | BindParameter[str], base: str | BindParameter[str]) -> ColumnElement[bool]:
@@ -48,6 +48,21 @@ class AdapterStore:
     async def list(self, tenant: str, base: str) -> tuple[Adapter, ...]:
         """The tenant's and the shared adapters of a base, the oldest first, without checkpoints."""
         return await self._all(_visible(tenant, base))
+
+    async def page(
+        self, tenant: str, bases: Sequence[str], after: str | None, limit: int
+    ) -> Page[Adapter] | None:
+        """The tenant's and the shared adapters of these bases after the one named `after`, the newest first,
+        without checkpoints; None if there is none of that name."""
+        wanted = (Adapter.base.in_(bases), or_(Adapter.tenant == tenant, Adapter.tenant.is_(None)))
+
+        def read(session: Session) -> Page[Adapter] | None:
+            id = after and session.scalar(
+                select(Adapter.id).where(*wanted, Adapter.name == after).order_by(Adapter.tenant.is_(None))
+            )
+            return None if after and id is None else page_of(session, Adapter, wanted, id, limit)
+
+        return await self._database.read(read)
 
     async def pinned(self, base: str) -> tuple[Adapter, ...]:
         """Pinned adapters of a base, of all tenants."""

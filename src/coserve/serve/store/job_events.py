@@ -119,19 +119,23 @@ class JobEventStore:
 
         await self._take(mark, news.job, write)
 
-    async def succeeded(self, mark: NewsMark, id: str, step: int, adapter: Adapter, result: File) -> None:
-        """Stores a job's success, and its adapter and result file, which are on disk."""
+    async def succeeded(
+        self, mark: NewsMark | None, id: str, step: int, adapter: Adapter, result: File
+    ) -> None:
+        """Stores a job's success, and its adapter and result file, which are on disk. Without a `mark` it is
+        no engine's event."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             add_adapter(session, adapter)
             session.add(result)
             job.status, job.finished, job.result_file, job.step = JobStatus.SUCCEEDED, now, result.id, step
+            job.saving = False
             add_event(session, job, now, f"New fine-tuned model created: {adapter.name}")
             add_event(session, job, now, "The job has successfully completed")
 
         await self._take(mark, id, write)
 
-    async def failed(self, mark: NewsMark, id: str, error: dict[str, Any]) -> None:
+    async def failed(self, mark: NewsMark | None, id: str, error: dict[str, Any]) -> None:
         """Stores a job's failure. `error` has a code, a message and a param, as in OpenAI's API."""
         await self._take(mark, id, lambda session, job, now: fail_job(session, job, now, error))
 
@@ -154,11 +158,13 @@ class JobEventStore:
 
         await self._take(mark, id, write)
 
-    async def _take(self, mark: NewsMark, id: str, work: Callable[[Session, JobRecord, int], None]) -> None:
+    async def _take(
+        self, mark: NewsMark | None, id: str, work: Callable[[Session, JobRecord, int], None]
+    ) -> None:
         """Runs `work` on an unfinished job, with the time in whole seconds, if the event is new."""
 
         def write(session: Session) -> None:
-            if _move(session, mark):
+            if mark is None or _move(session, mark):
                 job = job_in(session, id)
                 if job is not None and not job.status.is_final:
                     work(session, job, int(self._clock()))

@@ -1,9 +1,9 @@
 """Rows of fine-tuning jobs, their events and checkpoints, for the API."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
 
-from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy import ColumnElement, Select, func, or_, select
 from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL, UNFINISHED, JobStatus
@@ -55,13 +55,21 @@ class JobStore:
         return await self._database.read(lambda session: session.scalars(found).one())
 
     async def page(
-        self, tenant: str, after: str | None, limit: int, labels: Mapping[str, str] | None = None
+        self,
+        tenant: str,
+        after: str | None,
+        limit: int,
+        labels: Mapping[str, str] | None = None,
+        status: JobStatus | None = None,
     ) -> Page[JobRecord] | None:
         """The tenant's jobs after the one with id `after`, the newest first; None if it has no such job.
 
-        `labels` selects jobs with all of these pairs; an empty mapping those without any.
+        `labels` selects jobs with all of these pairs; an empty mapping those without any. `status` selects
+        those that have it.
         """
         wanted: list[ColumnElement[bool]] = [JobRecord.tenant == tenant]
+        if status is not None:
+            wanted.append(JobRecord.status == status)
         if labels is not None and not labels:
             wanted.append(or_(JobRecord.labels.is_(None), func.json(JobRecord.labels) == "{}"))
         for key, value in (labels or {}).items():
@@ -93,9 +101,9 @@ class JobStore:
         return await self._database.read(lambda session: tuple(filter(None, session.scalars(found))))
 
     async def unfinished(self) -> tuple[JobRecord, ...]:
-        """All tenants' unfinished jobs, the oldest first. The query names their states, as SQLite would read
-        all jobs to exclude the others."""
-        found = select(JobRecord).where(JobRecord.status.in_(UNFINISHED)).order_by(JobRecord.number)
+        """All tenants' unfinished jobs in the order in which they begin: that of their creation, unless a
+        tenant changed it. The query names their states: SQLite would read all jobs to exclude the others."""
+        found = select(JobRecord).where(JobRecord.status.in_(UNFINISHED)).order_by(_ORDER, JobRecord.number)
         return await self._database.read(lambda session: tuple(session.scalars(found)))
 
     async def check_room(self, tenant: str) -> None:
@@ -125,13 +133,96 @@ class JobStore:
             found = session.scalar(select(JobRecord).where(JobRecord.id == job, JobRecord.status.in_(source)))
             if found is not None:
                 now = int(self._clock())
-                found.status = status
+                found.status, found.saving = status, False
                 found.finished = now if status.is_final else found.finished
                 if message is not None:
                     add_event(session, found, now, message)
             return found
 
         return await self._database.write(write)
+
+    async def ask_to_save(self, job: str, message: str) -> JobRecord | None:
+        """Pauses an unfinished job that has made a step, to end with what it has learnt; None for others.
+        `message` becomes an event, unless the job was asked before."""
+
+        def write(session: Session) -> JobRecord | None:
+            wanted = JobRecord.id == job, JobRecord.status.in_(UNFINISHED), JobRecord.step > 0
+            found = session.scalar(select(JobRecord).where(*wanted))
+            if found is not None and not found.saving:
+                found.status, found.saving = JobStatus.PAUSED, True
+                add_event(session, found, int(self._clock()), message)
+            return found
+
+        return await self._database.write(write)
+
+    async def users(self, adapters: Sequence[str], tenant: str) -> dict[str, list[str]]:
+        """The tenant's unfinished jobs that begin with or learn from each of some adapters, by its id."""
+        teacher = JobRecord.options["teacher"].as_string()
+        wanted = or_(JobRecord.start_from.in_(adapters), teacher.in_(adapters))
+        found = select(JobRecord.id, JobRecord.start_from, teacher).where(
+            JobRecord.tenant == tenant, JobRecord.status.in_(UNFINISHED), wanted
+        )
+
+        def read(session: Session) -> dict[str, list[str]]:
+            users: dict[str, list[str]] = {}
+            for job, *used in session.execute(found):
+                for adapter in filter(None, used):
+                    users.setdefault(adapter, []).append(job)
+            return users
+
+        return await self._database.read(read)
+
+    async def queue(self, tenant: str) -> tuple[JobRecord, ...]:
+        """The tenant's queued jobs in the order in which they begin."""
+        return await self._database.read(lambda session: tuple(session.scalars(_queued(tenant))))
+
+    async def reorder(self, tenant: str, job: str, before: str | None) -> bool:
+        """Lets a queued job of the tenant begin before another one, or after all others where that is None.
+        False if either is not queued.
+
+        The tenant's jobs share their own places anew, so the order among tenants is as before.
+        """
+
+        def write(session: Session) -> bool:
+            jobs = {one.id: one for one in session.scalars(_queued(tenant))}
+            if job not in jobs or before == job or (before is not None and before not in jobs):
+                return job in jobs and before == job
+            places = [one.number if one.place is None else one.place for one in jobs.values()]
+            order = [id for id in jobs if id != job]
+            order.insert(len(order) if before is None else order.index(before), job)
+            for id, place in zip(order, places, strict=True):
+                jobs[id].place = place
+            return True
+
+        return await self._database.write(write)
+
+    async def figures(self, job: str, after: int, most: int) -> tuple[dict[str, Any], ...]:
+        """The figures of a job's optimizer steps after `after`, in order: all, or where these are more than
+        `most`, which is two or more, some at equal distances and the last."""
+        own = Event.job == job, Event.step > after
+
+        def read(session: Session) -> tuple[dict[str, Any], ...]:
+            first, last = session.execute(
+                select(func.min(Event.step), func.max(Event.step)).where(*own)
+            ).one()
+            if first is None or last is None:
+                return ()
+            stride = max(1, -(-(last - first) // (most - 1)))
+            kept = or_((Event.step - first) % stride == 0, Event.step == last)
+            rows = session.execute(
+                select(Event.step, Event.created, Event.data).where(*own, kept).order_by(Event.step)
+            )
+            return tuple({**(data or {}), "step": step, "created_at": at} for step, at, data in rows)
+
+        return await self._database.read(read)
+
+
+_ORDER: Final = func.coalesce(JobRecord.place, JobRecord.number)
+
+
+def _queued(tenant: str) -> Select[JobRecord]:
+    wanted = JobRecord.tenant == tenant, JobRecord.status == JobStatus.QUEUED
+    return select(JobRecord).where(*wanted).order_by(_ORDER, JobRecord.number)
 
 
 def job_in(session: Session, id: str) -> JobRecord | None:

@@ -146,7 +146,8 @@ class JobRecord(Record):
     `start_from` the id of the adapter that training begins with. There are no foreign keys, as files and that
     adapter may be deleted once the job is over. `pace` is seconds per optimizer step, and `stepped` when the
     last one ended. Of its `examples` (None before it starts) some were `truncated`; others were `skipped` as
-    too long, or `dropped` with nothing to learn.
+    too long, or `dropped` with nothing to learn. Queued jobs begin in the order of `place`, which is `number`
+    where it is None. A paused one that is `saving` succeeds with its checkpoint.
     """
 
     __tablename__ = "jobs"
@@ -182,6 +183,8 @@ class JobRecord(Record):
     skipped: Mapped[int | None] = mapped_column(default=None)
     dropped: Mapped[int | None] = mapped_column(default=None)
     integrations: Mapped[list[JsonObject] | None] = mapped_column(_JSON, default=None)
+    place: Mapped[int | None] = mapped_column(default=None)
+    saving: Mapped[bool] = mapped_column(default=False, server_default=false())
 
 
 class Event(Record):

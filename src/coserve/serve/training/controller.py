@@ -33,7 +33,7 @@ from coserve.serve.store.records import JobRecord, NewsMark
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
 from coserve.serve.training.origins import drop_origins
-from coserve.serve.training.recipe import spec_of
+from coserve.serve.training.recipe import best_checkpoint, spec_of
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
 from coserve.wire.messages import (
     Fault,
@@ -53,6 +53,8 @@ from coserve.wire.messages import (
 
 log = logging.getLogger(__name__)
 _GOOD_CHECKPOINTS: Final = 2  # kept of a running job: the newest, and one in case that is damaged
+
+_NOTHING_SAVED: Final = "The job has no checkpoint that could be saved: it is paused"
 
 # Reasons for a job's failure, in OpenAI's words.
 _CODES: Final = {
@@ -117,6 +119,35 @@ class JobController:
     async def resume(self, job: JobRecord) -> JobRecord:
         """Queues a paused job again. Raises ConflictError if it is not paused."""
         return await self._change(job, (JobStatus.PAUSED,), JobStatus.QUEUED, "resumed")
+
+    async def save(self, job: JobRecord) -> JobRecord:
+        """Ends a job after a checkpoint, of which its adapter is made. Raises ConflictError if it is over, or
+        has made no step."""
+        async with self._turn:
+            was_paused = (await self._now(job)).status == JobStatus.PAUSED
+            asked = await self._store.jobs.ask_to_save(job.id, "Fine-tuning job stops, to be saved")
+            if asked is None:
+                found = await self._now(job)
+                why = "has made no step: there is nothing to save" if not found.step else f"is {found.status}"
+                raise ConflictError(f"Job {job.id} {why}. It cannot be stopped and saved.")
+            if job.id in self._trials:
+                self._leave_trial(job.id)
+                self._link.probation.left(WorkItem("job", job.id))
+            if job.id not in self._inside:
+                await self._save(asked)
+            elif not was_paused:
+                self._link.send(StopJob(job.id, keep=True))
+            await self._bring_in()
+        return await self._now(job)
+
+    async def reorder(self, job: JobRecord, before: str | None) -> None:
+        """Lets a queued job begin before another of its tenant, or last. Raises ConflictError if one of them
+        is not queued."""
+        async with self._turn:
+            if not await self._store.jobs.reorder(job.tenant, job.id, before):
+                raise ConflictError(
+                    f"Only queued jobs are moved: {job.id} or the one to begin after it is not."
+                )
 
     def reason(self, job: JobRecord) -> str | None:
         """Reason why a queued job waits, or a running one does not train."""
@@ -205,6 +236,8 @@ class JobController:
             for job in jobs.values():
                 if job.status == JobStatus.RUNNING and job.id not in self._inside:
                     await self._start(job)  # ignored by the engine if the job's end is on its way
+                elif job.saving and job.id not in self._inside:  # its engine died before it had stopped
+                    await self._save(job)
             await self._bring_in()
 
     async def _heard(self, numbered: Numbered) -> None:
@@ -295,10 +328,26 @@ class JobController:
                 await self._failed(mark, news.job, news.fault)
             case JobStatus.PAUSED:
                 await self._store.job_events.stopped(mark, news.job, news.step, why)
+                if (saved := await self._saved(news.job)) is not None:
+                    await self._save(saved)
                 return  # it can go on
             case _:
                 await self._store.job_events.cancelled(mark, news.job)
         await self._drop_what_training_needs(news.job)
+
+    async def _saved(self, id: str) -> JobRecord | None:
+        """The job with this id if it is to end with its checkpoint."""
+        jobs = await self._store.jobs.unfinished()
+        return next((job for job in jobs if job.id == id and job.saving), None)
+
+    async def _save(self, job: JobRecord) -> None:
+        """Ends a job that no engine has with its best or newest checkpoint; without one it stays paused."""
+        checkpoints = await self._store.jobs.all_checkpoints(job.id)
+        if not checkpoints:
+            await self._store.jobs.move(job.id, (JobStatus.PAUSED,), JobStatus.PAUSED, _NOTHING_SAVED)
+            return
+        await self._keep(None, job, best_checkpoint(job, checkpoints) or checkpoints[-1].step)
+        await self._drop_what_training_needs(job.id)
 
     async def _succeeded(self, mark: NewsMark, news: JobEnded) -> None:
         jobs = {job.id: job for job in await self._store.jobs.unfinished()}
@@ -306,15 +355,19 @@ class JobController:
         if job is None:
             await self._store.job_events.skip(mark)
             return
+        await self._keep(mark, job, news.step)
+
+    async def _keep(self, mark: NewsMark | None, job: JobRecord, step: int) -> None:
+        """Ends a job with the adapter of the checkpoint of `step`."""
         try:
-            adapter, result = await self._artifacts.bring_in(job, news.step)
+            adapter, result = await self._artifacts.bring_in(job, step)
         except (OSError, AdapterError) as error:
             log.error("the adapter of %s cannot be kept: %s", job.id, error)
             await self._failed(mark, job.id, Fault("AdapterError", f"the adapter cannot be kept: {error}"))
         else:
-            await self._store.job_events.succeeded(mark, job.id, news.step, adapter, result)
+            await self._store.job_events.succeeded(mark, job.id, step, adapter, result)
 
-    async def _failed(self, mark: NewsMark, job: str, fault: Fault | None) -> None:
+    async def _failed(self, mark: NewsMark | None, job: str, fault: Fault | None) -> None:
         fault = fault or Fault("JobError", "the engine did not say why")
         param = _FILES.get(fault.kind)
         error = {"code": _CODES.get(fault.kind, "job_failed"), "message": fault.text, "param": param}

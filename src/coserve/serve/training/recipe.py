@@ -1,6 +1,6 @@
 """Translates a job into the engine's settings, with "auto" resolved."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from coserve.serve.schema.jobs import (
     ReinforcementHyperparameters,
     ReinforcementMethod,
 )
-from coserve.serve.store.records import File, JobRecord
+from coserve.serve.store.records import CheckpointRecord, File, JobRecord
 from coserve.serve.store.store import Store
 from coserve.serve.store.tinker import as_adapter
 from coserve.serve.training.origins import Origin, origin_folder
@@ -158,7 +158,7 @@ async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
         validation=None if job.validation_file is None else _path(store, validation),
         validation_name=None if validation is None else validation.filename,
         every=job.every,
-        keep_best=wanted.load_best_model_at_end or wanted.early_stopping_patience is not None,
+        keep_best=_keeps_best(wanted),
         patience=wanted.early_stopping_patience,
         threshold=wanted.early_stopping_threshold,
         validated={step: cost for step, cost in costs if cost is not None},
@@ -174,6 +174,19 @@ def _cost(metrics: Mapping[str, Any]) -> float | None:
     """The number of which a job's best checkpoint has the lowest; None where validation gave none."""
     reward = metrics.get("valid_reward")
     return metrics.get("valid_loss") if reward is None else -reward
+
+
+def best_checkpoint(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) -> int | None:
+    """The step of the best of a job's checkpoints, as validation found; None where the job was not asked to
+    keep that one, or none was validated."""
+    if not _keeps_best(OptimizerSettings.model_validate(job.optimizer or {})):
+        return None
+    costs = {one.step: cost for one in checkpoints if (cost := _cost(one.metrics)) is not None}
+    return min(costs, key=costs.__getitem__, default=None)
+
+
+def _keeps_best(wanted: OptimizerSettings) -> bool:
+    return wanted.load_best_model_at_end or wanted.early_stopping_patience is not None
 
 
 async def _folder_of(store: Store, job: str, origin: Origin, id: str | None) -> str | None:

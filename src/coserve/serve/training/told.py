@@ -41,6 +41,10 @@ def told_preview(preview: JobPreview, records: int | None, too_long: str) -> dic
         "ignored": list(preview.ignored),
         "first_example": _pieces(preview.first),
         "first_rejected": _pieces(preview.rejected) or None,
+        "shown": [
+            {"tokens": _pieces(one.pieces), "total_tokens": one.tokens, "rejected": one.rejected}
+            for one in preview.shown
+        ],
         "steps": preview.steps,
         "expected_seconds": preview.seconds,
         "memory": None
