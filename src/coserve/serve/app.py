@@ -15,6 +15,7 @@ from coserve.serve.anthropic.errors import ERRORS
 from coserve.serve.batches.asked import OwnRoutes
 from coserve.serve.batches.runner import Batches
 from coserve.serve.evals import routes as evals
+from coserve.serve.http.access import AccessLog
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import AllowedOrigins, TrustedHosts
 from coserve.serve.http.idempotency import Idempotency
@@ -43,6 +44,7 @@ from coserve.serve.routes import (
     tokens,
     transfers,
     uploads,
+    usage,
 )
 from coserve.serve.state import State
 from coserve.serve.tinker import routes as tinker
@@ -73,7 +75,7 @@ _LARGE = (
 
 _ROOMS: Final = (
     *(chat, stored_chats, completions, embeddings, anthropic, responses, conversations, models, adapters),
-    *(transfers, files, uploads, jobs, batches, graders, permissions, evals, tokens, health, docs),
+    *(transfers, files, uploads, jobs, batches, graders, permissions, evals, tokens, usage, health, docs),
 )
 # Forms of errors below these paths; elsewhere they are OpenAI's.
 SHAPES: Final = {anthropic.MESSAGES: ERRORS}
@@ -131,6 +133,8 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     app.add_middleware(SizeLimits, body_limit=body_limit)
     app.add_middleware(AllowedOrigins, allowed=settings.cors_origins)
     app.add_middleware(TrustedHosts, settings=settings, is_open=lambda: serves_without_keys(state))
+    if settings.access_log:
+        app.add_middleware(AccessLog)
     app.add_middleware(RequestIds, shape_of=error_shape_of)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app

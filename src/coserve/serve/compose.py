@@ -59,6 +59,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         if settings.generation_config == "auto":
             state.sampling = await asyncio.to_thread(_recommended, settings)
         await _name_adapters(state)
+        await store.usage.open()
         await store.adapters.sweep()
         await store.tinker_checkpoints.sweep(store.folder / "tinker")
         await sweep_origins(store)
@@ -67,7 +68,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         reporting = Reporting(settings, store)
         await _wire(state, reporting)
         try:
-            async with _running(link), _sweeping(store, settings), running_evals(state):
+            async with _running(link), _sweeping(store, settings), _adding_up(store), running_evals(state):
                 yield state
         finally:
             await reporting.close()
@@ -163,6 +164,8 @@ async def _sweeping(store: Store, settings: ServerSettings) -> AsyncIterator[Non
                 more = await store.expire_files() | await store.creations.sweep()
                 for sweep_old, days in (
                     (store.retention.sweep, settings.keep_days),
+                    (store.usage.sweep, settings.keep_usage_days),
+                    (store.audit.sweep, settings.keep_audit_days),
                     (store.responses.sweep, settings.keep_responses_days),
                     (store.chats.sweep, settings.keep_responses_days),
                 ):
@@ -177,6 +180,19 @@ async def _sweeping(store: Store, settings: ServerSettings) -> AsyncIterator[Non
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _adding_up(store: Store) -> AsyncIterator[None]:
+    """Context in which the journal of usage is merged every few seconds, and once at its end."""
+    task = asyncio.create_task(store.usage.run(), name="usage")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(CoserveError):  # the next start merges it
+            await store.usage.merge()
 
 
 @asynccontextmanager

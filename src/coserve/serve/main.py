@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 
+from coserve.wire.logs import configure_logs
 from coserve.errors import CoserveError, EngineLost
 from coserve.serve.app import COMPUTED, create_app, error_shape_of
 from coserve.serve.compose import build_state
@@ -35,7 +36,6 @@ CHECKPOINT_SECONDS = (
 SWITCH_SECONDS = 0.001
 RECONNECT_SECONDS = 1.0  # for an API that has just started to find the engine that is there
 _OTHER_FILES = 512  # beside connections: the database, uploads, the engine's socket
-_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
@@ -134,7 +134,7 @@ def main(pipes: SupervisorPipes) -> None:
     try:
         start = pipes.start_line(ApiStart)
         sys.setswitchinterval(SWITCH_SECONDS)
-        logging.basicConfig(level=start.settings.log_level.upper(), format=_FORMAT, stream=sys.stderr)
+        configure_logs("api", start.settings.log_level, start.settings.log_json)
         with asyncio.Runner(loop_factory=fastest_loop()) as runner:
             runner.run(serve(start, pipes))
     except CoserveError as error:

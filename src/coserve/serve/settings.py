@@ -118,6 +118,8 @@ class ServerSettings:
     keep_responses_days: Annotated[float, Range(0)] = (
         30.0  # and chat completions that are stored; 0: for ever
     )
+    keep_usage_days: Annotated[float, Range(1)] = 400.0  # for usage by hour
+    keep_audit_days: Annotated[float, Range(1)] = 400.0  # for the audit log
     max_idempotency_keys: _Count = 10_000  # of one tenant that are remembered; then the oldest is forgotten
     idempotency_seconds: _Seconds = 86_400.0  # for which a key of a request that created something is known
     max_jobs_tenant: _Count = 100  # jobs of one tenant that are not over
@@ -145,6 +147,10 @@ class ServerSettings:
     # Of embeddings, by vLLM's names: MEAN of all tokens' hidden states, or the LAST one's.
     pooling_type: Annotated[str, Flag("How /v1/embeddings pools: MEAN or LAST.")] = "MEAN"
     log_level: Annotated[str, Flag("debug, info, warning or error.")] = "info"
+    log_json: Annotated[bool, Flag("Logs as JSON, one object a line.")] = False
+    access_log: Annotated[bool, Flag("Log each request: path, status, seconds, tenant, tokens, version.")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -1,5 +1,6 @@
 """A child's end of the pipes to its supervisor: start line in, status lines and heartbeats out."""
 
+import logging
 import os
 import select
 import sys
@@ -12,6 +13,7 @@ from typing import BinaryIO, Final, TypeVar
 
 from coserve.wire.control import BEAT_SECONDS, Status, decode_line, encode_line
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 ORPHANED: Final = 3  # exit status
 SILENT_SECONDS: Final = (
@@ -96,7 +98,10 @@ class SupervisorPipes:
     def _crash(
         self, kind: type[BaseException], error: BaseException | None, where: TracebackType | None
     ) -> None:
-        traceback.print_exception(kind, error, where)
+        if logging.getLogger().handlers and error is not None:
+            _log.critical("the process ends", exc_info=(kind, error, where))
+        else:
+            traceback.print_exception(kind, error, where)
         sys.stderr.flush()
         self.say(Status("crashed", describe_exception(kind, error, where), kind=kind.__name__))
         os._exit(1)

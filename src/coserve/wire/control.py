@@ -30,6 +30,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     config: EngineConfig = EngineConfig()
     calibration: str | None = None
     log_level: str = "info"
+    log_json: bool = False
     crash: str = ""
     bases: dict[str, str] = {}
     stitched: dict[str, StitchedChain] = {}

@@ -30,6 +30,8 @@ RANGES: Final = {
         "max_records_tenant": _COUNT,
         "keep_days": _FROM_0,
         "keep_responses_days": _FROM_0,
+        "keep_usage_days": _FROM_1,
+        "keep_audit_days": _FROM_1,
         "max_idempotency_keys": _COUNT,
         "idempotency_seconds": _ABOVE_0,
         "max_jobs_tenant": _COUNT,

@@ -9,6 +9,7 @@ from fastapi.security.utils import get_authorization_scheme_param
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coserve.wire.logs import context
 from coserve.core.owners import owner_of
 from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError
@@ -47,6 +48,10 @@ class Authentication:
                 await refusal.response()(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
+            work, secret = context(), secret_of(HTTPConnection(scope))
+            work.tenant = tenant.name
+            if secret is not None and tenant is not LOCAL:
+                work.key = keys.prefix_of(secret)
         await self.app(scope, receive, send)
 
     async def _tenant(self, request: HTTPConnection) -> Tenant:

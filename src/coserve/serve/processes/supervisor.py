@@ -68,7 +68,7 @@ def serve(
         listener = stack.enter_context(listen(settings.host, settings.port))
         sweep_checkpoints(settings.state)
         settings.logs.mkdir(exist_ok=True)
-        announcer = Announcer(console, settings.logs)
+        announcer = Announcer(console, settings.logs, settings.log_json)
         stack.callback(announcer.close)
         supervisor = Supervisor(settings, listener, claim, announcer, commands, policy)
         return asyncio.run(supervisor.run())
@@ -179,6 +179,7 @@ class Supervisor:
             config=replace(settings.engine, scratch=settings.engine.scratch or str(settings.scratch)),
             calibration=str(settings.calibration),
             log_level=settings.log_level,
+            log_json=settings.log_json,
             bases=dict(settings.bases),
             stitched={
                 name: replace(

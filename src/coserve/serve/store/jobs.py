@@ -1,19 +1,22 @@
 """Rows of fine-tuning jobs, their events and checkpoints, for the API."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.orm import Session
 
 from coserve.core.job_status import UNFINISHED, JobStatus
 from coserve.errors import ConflictError
+from coserve.serve.store.audit import note_action
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.files import lasting
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Page
+
+_ASKED_FOR: Final = (JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.CANCELLED)  # others are the server's doing
 
 
 class JobStore:
@@ -37,7 +40,9 @@ class JobStore:
                 raise ConflictError(f"{min(gone)} was deleted or expired while the job was being created")
             session.add(job)
             session.flush()  # before the event that names it
-            add_event(session, job, int(self._clock()), message)
+            now = int(self._clock())
+            add_event(session, job, now, message)
+            note_action(session, now, "job.created", job.id, job.tenant, job.model)
             note(session, f"/v1/fine_tuning/jobs/{job.id}")
             self._quotas.check_kept(session, job.tenant)
 
@@ -123,6 +128,8 @@ class JobStore:
                 found.finished = now if status.is_final else found.finished
                 if message is not None:
                     add_event(session, found, now, message)
+                if status in _ASKED_FOR:
+                    note_action(session, now, f"job.{status}", found.id, found.tenant)
             return found
 
         return await self._database.write(write)
