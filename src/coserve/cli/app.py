@@ -18,6 +18,7 @@ from coserve.cli import (
     keys,
     plan,
     quarantine,
+    reload,
     serve,
     simulate,
     status,
@@ -46,6 +47,7 @@ app.command()(usage.usage)
 app.command()(backup.backup)
 app.command()(backup.restore)
 app.command()(backup.upgrade)
+app.command()(reload.reload)
 app.command()(usage.audit)
 app.add_typer(zoo.app, name="zoo")
 add_bench(app)

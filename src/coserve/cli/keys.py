@@ -106,8 +106,8 @@ def with_store(
     settings = load_server_settings(flags, config_of(context))
     from getpass import getuser
 
-    from coserve.wire.logs import CONTEXT, WorkContext
     from coserve.serve.store.store import Store
+    from coserve.wire.logs import CONTEXT, WorkContext
 
     async def run(store: Store) -> T:
         return await work(store)

@@ -33,7 +33,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
 from coserve.adapters.sites import linear_names
-from coserve.wire.logs import CONTEXT, WorkContext, configure_logs
 from coserve.core.request import BASE, Request
 from coserve.core.size import show_size
 from coserve.engine.background import Background
@@ -49,6 +48,7 @@ from coserve.train.pruning.once import TRACING
 from coserve.wire.child import SupervisorPipes
 from coserve.wire.control import BEAT_SECONDS, EngineStart, Status
 from coserve.wire.launch import RANKS
+from coserve.wire.logs import CONTEXT, WorkContext, configure_logs
 from coserve.wire.messages import Command, Drain, FurtherBase, Hello
 
 # Seconds for which a thread that reads training data keeps the interpreter from a step. With Python's default

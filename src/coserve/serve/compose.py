@@ -44,18 +44,12 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
     supervisor restarts.
     """
     text = await asyncio.to_thread(_text, settings)
-    quotas = Quotas(
-        settings.max_files_tenant,
-        settings.max_bytes_tenant,
-        settings.max_jobs_tenant,
-        settings.max_records_tenant,
-        settings.max_idempotency_keys,
-        settings.idempotency_seconds,
-    )
+    quotas = _quotas(settings)
     with Store(settings.state, quotas=quotas) as store:
         await _check_keys(settings, store)
         link = EngineLink(socket, settings.engine_wait_seconds)
         state = State(settings, store, link, text, JobController(settings, store, link))
+        state.on_settings.append(lambda new: quotas.change(_quotas(new)))
         if settings.generation_config == "auto":
             state.sampling = await asyncio.to_thread(_recommended, settings)
         await _name_adapters(state)
@@ -68,10 +62,21 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         reporting = Reporting(settings, store)
         await _wire(state, reporting)
         try:
-            async with _running(link), _sweeping(store, settings), _adding_up(store), running_evals(state):
+            async with _running(link), _sweeping(state), _adding_up(store), running_evals(state):
                 yield state
         finally:
             await reporting.close()
+
+
+def _quotas(settings: ServerSettings) -> Quotas:
+    return Quotas(
+        settings.max_files_tenant,
+        settings.max_bytes_tenant,
+        settings.max_jobs_tenant,
+        settings.max_records_tenant,
+        settings.max_idempotency_keys,
+        settings.idempotency_seconds,
+    )
 
 
 def _recommended(settings: ServerSettings) -> dict[str, SamplingParams]:
@@ -152,14 +157,17 @@ async def _wire(state: State, reporting: Reporting) -> None:
 
 
 @asynccontextmanager
-async def _sweeping(store: Store, settings: ServerSettings) -> AsyncIterator[None]:
+async def _sweeping(state: State) -> AsyncIterator[None]:
     """Context in which records are deleted that ended as many days ago as the settings say (0: none is),
     files that have expired, and idempotency keys that are too old."""
+
+    store = state.store
 
     async def sweep() -> None:
         more = False
         while True:
             await asyncio.sleep(_NEXT_SWEEP if more else _SWEEP)
+            settings = state.settings  # which may have changed
             try:
                 more = await store.expire_files() | await store.creations.sweep()
                 for sweep_old, days in (

@@ -50,6 +50,7 @@ class State:
     catalog: Catalog = field(init=False)
     watch: TrainingWatch = field(init=False)
     draining: bool = field(default=False, init=False)  # new work is refused
+    on_settings: list[Callable[["ServerSettings"], object]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.logprobs = LogprobWriter(self.text)
@@ -57,6 +58,13 @@ class State:
         self.catalog = Catalog(self.settings.base_name, int(time()), self.store, self.settings.bases)
         self.catalog.aliases = self.settings.model_aliases
         self.watch = TrainingWatch(self.metrics, self.queue, self.store)
+        self.on_settings.append(lambda new: self.queue.limit(new.max_queue, new.max_queue_tenant))
+
+    def change(self, settings: "ServerSettings") -> None:
+        """Takes over new values of settings that are hot; others must be as they were."""
+        self.settings = settings
+        for take in self.on_settings:
+            take(settings)
 
 
 def state_of(request: Request) -> State:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, TypeVar
@@ -48,6 +49,8 @@ class SupervisorPipes:
         self._heard = time.monotonic()
         self._starting = True
         self._ordered = threading.Event()  # the start line has been read
+        self.early: list[bytes] = []  # lines after it that came before `on_line` was set
+        self.on_line: Callable[[bytes], object] = self.early.append
         threading.Thread(target=self._watch, name="supervisor-watch", daemon=True).start()
 
     @property
@@ -119,7 +122,7 @@ class SupervisorPipes:
                 return
 
     def _watch(self) -> None:
-        pipe = select.poll()
+        pipe, line = select.poll(), b""
         while True:
             ordered = self._ordered.is_set()
             pipe.register(self._in, select.POLLIN if ordered else 0)  # not ordered: hang-ups only
@@ -127,9 +130,12 @@ class SupervisorPipes:
             if self._starting:
                 self.beat()
             if ordered and events:
-                if not self._in.read(4096):
+                if not (data := self._in.read(4096)):
                     break
                 self._heard = time.monotonic()
+                *whole, line = (line + data).split(b"\n")
+                for one in filter(None, whole):
+                    self.on_line(one)
             elif any(event & select.POLLHUP for _, event in events):
                 break
         os._exit(ORPHANED)  # sys.exit would end this thread only, and wait for the others

@@ -7,7 +7,6 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from coserve.wire.logs import context
 from coserve.core.request import FinishReason
 from coserve.errors import EngineLost
 from coserve.serve.answering.call import Call, CallMeter, CallUsage
@@ -15,6 +14,7 @@ from coserve.serve.answering.fair import Ticket
 from coserve.serve.answering.timing import AnswerTiming
 from coserve.serve.state import State
 from coserve.serve.store.usage import Used
+from coserve.wire.logs import context
 from coserve.wire.messages import Token
 from coserve.wire.scores import NONE, Scores
 

@@ -9,7 +9,6 @@ from fastapi.security.utils import get_authorization_scheme_param
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coserve.wire.logs import context
 from coserve.core.owners import owner_of
 from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError
@@ -19,6 +18,7 @@ from coserve.serve.state import Shared, State
 from coserve.serve.store import keys
 from coserve.serve.store.records import Tenant
 from coserve.serve.store.tenants import LOCAL
+from coserve.wire.logs import context
 
 _API = ("/v1/", "/api/v1/")  # every path below these needs a tenant
 _OPEN = "/api/v1/healthz"  # but this one

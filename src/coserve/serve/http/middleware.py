@@ -10,9 +10,9 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coserve.wire.logs import CONTEXT, WorkContext
 from coserve.serve.answering.cost import MOST_HEADER_BYTES, MOST_URL_BYTES
 from coserve.serve.errors import ApiError, ErrorShape, openai_shape
+from coserve.wire.logs import CONTEXT, WorkContext
 
 _LONGEST_ID = 128
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from coserve.wire.logs import JsonFormatter, TextFormatter
 from coserve.serve.settings import ServerSettings
+from coserve.wire.logs import JsonFormatter, TextFormatter
 
 NAME = "coserve.supervisor"
 _LEVELS = {"yellow": logging.WARNING, "red": logging.ERROR}  # of lines by their style
@@ -67,7 +67,7 @@ class Announcer:
 
     def ready(self, settings: ServerSettings, listener: socket.socket, seconds: float) -> None:
         """Announces the model and the URL, once requests are answered."""
-        url = url_of(listener)
+        url = url_of(listener, settings.ssl_certfile is not None)
         self.say(f"coserve: {settings.base_name} on {url}", "bold")
         rows = [("openai base url", f"{url}/v1")]
         host, port = listener.getsockname()[:2]
@@ -86,8 +86,9 @@ class Announcer:
         self.say(f"ready in {seconds:.1f} s; Ctrl-C stops it", "bold green")
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, has_tls: bool = False) -> str:
     """URL at which clients on this machine reach a listening socket."""
     host, port = listener.getsockname()[:2]
     host = ANY_ADDRESS.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if has_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

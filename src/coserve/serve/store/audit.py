@@ -7,10 +7,10 @@ from typing import Final
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from coserve.wire.logs import context
 from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import AuditRecord
+from coserve.wire.logs import context
 
 MOST_AUDITED: Final = 100_000  # rows of one tenant: beyond, its own oldest go
 _TURN: Final = 5000  # rows that one turn deletes: the writing thread is shared

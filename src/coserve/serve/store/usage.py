@@ -22,10 +22,10 @@ from sqlalchemy import ColumnElement, Select, delete, func, literal, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.orm import Session
 
-from coserve.wire.logs import context
 from coserve.errors import CoserveError
 from coserve.serve.store.database import Database
 from coserve.serve.store.records import MergedSegment, TenantRows, UsageRecord
+from coserve.wire.logs import context
 
 HOUR: Final = 3600
 MERGE_SECONDS: Final = 5.0  # between two merges of the journal

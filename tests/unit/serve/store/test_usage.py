@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from coserve.wire.logs import CONTEXT, WorkContext
 from coserve.errors import StateError
 from coserve.serve.store.store import Store
 from coserve.serve.store.usage import COUNTS, HOUR, Used
+from coserve.wire.logs import CONTEXT, WorkContext
 
 # Adds lines and acknowledges each on stdout; merges as the server does. Ends at a kill alone.
 WRITER = """
