@@ -54,7 +54,7 @@ def test_limits_that_change_hold_for_the_next_request(play: Play) -> None:
         reload.take(b'{"model": "m", "state": "s", "max_queue": 0}')
         reload.take(b"nonsense")
         assert world.state.settings is before
-        noted_ = [row.details for row in await world.state.store.audit.list() if "limits" in row.action]
+        noted_ = [row.subject for row in await world.state.store.audit.list() if "limits" in row.action]
         assert noted_[0] == "max_n" and "max_jobs_tenant" in noted_[-1]
 
     play(story)
