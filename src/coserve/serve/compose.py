@@ -26,6 +26,7 @@ from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
 from coserve.serve.training.controller import JobController
 from coserve.serve.training.origins import sweep_origins
+from coserve.serve.webhooks.alerts import Alerts
 from coserve.text import Text
 from coserve.text.generation import recommended
 from coserve.wire.messages import Hello, Numbered
@@ -60,12 +61,16 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         for tenant in await store.tenants.list():
             state.queue.know(tenant)
         reporting = Reporting(settings, store)
-        await _wire(state, reporting)
+        alerts = Alerts(settings)
+        await _wire(state, reporting, alerts)
+        watching = asyncio.create_task(alerts.watch(state), name="alerts")
         try:
             async with _running(link), _sweeping(state), _adding_up(store), running_evals(state):
                 yield state
         finally:
+            watching.cancel()
             await reporting.close()
+            await alerts.close()
 
 
 def _quotas(settings: ServerSettings) -> Quotas:
@@ -106,7 +111,7 @@ async def _check_keys(settings: ServerSettings, store: Store) -> None:
     )
 
 
-async def _wire(state: State, reporting: Reporting) -> None:
+async def _wire(state: State, reporting: Reporting, alerts: Alerts) -> None:
     """Registers all listeners of new engines and job events, except the job controller."""
     link, news = state.link, state.link.news
     write_down = news.on_news
@@ -130,6 +135,7 @@ async def _wire(state: State, reporting: Reporting) -> None:
             await write_down(numbered)
         await state.watch.take(numbered.news)
         await reporting.take(numbered.news)
+        await alerts.take(numbered.news)
 
     async def note_suspects(_: Hello) -> None:
         found: Suspects = {
@@ -153,6 +159,7 @@ async def _wire(state: State, reporting: Reporting) -> None:
     news.on_connect.insert(0, resize)
     news.on_connect.insert(0, forget_jobs)
     news.on_connect.append(pin)
+    news.on_connect.append(alerts.connected)
     news.on_news = take
 
 

@@ -38,6 +38,7 @@ DEFAULT_SLO: Mapping[str, SLO] = MappingProxyType(
     }
 )
 _HOST = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*|[0-9a-fA-F]*:[0-9a-fA-F:.]*")  # a name or an address
+_URL = re.compile(r"https?://[!-~]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?")
 
 _Count = Annotated[int, Range(1)]
@@ -106,6 +107,14 @@ class ServerSettings:
         Path | None, Flag("Certificate with its chain (PEM), to serve HTTPS; read again at SIGHUP.", "FILE")
     ] = None
     ssl_keyfile: Annotated[Path | None, Flag("The certificate's key (PEM).", "FILE")] = None
+    webhook_urls: Annotated[
+        tuple[str, ...],
+        Flag("An address that alerts are posted to; may be repeated.", "URL", "--webhook-url"),
+    ] = ()
+    webhook_secret_file: Annotated[
+        Path | None, Flag("File with the secret that signs them: whsec_ and base64, or text.", "FILE")
+    ] = None
+    webhook_hosts: tuple[str, ...] = ()  # whose addresses need not be public
     tool_format: Annotated[
         str | None,
         Flag("How the model writes calls of tools, where its chat template does not tell.", "NAME"),
@@ -186,6 +195,11 @@ class ServerSettings:
             raise ConfigError(f"generation_config must be auto (the model's), or coserve (OpenAI's), {told}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile belong together: one of them is missing")
+        if self.webhook_urls and self.webhook_secret_file is None:
+            raise ConfigError("webhook_urls need a webhook_secret_file, whose secret signs what is sent")
+        for number, url in enumerate(self.webhook_urls, 1):  # which may have a secret in it
+            if not _URL.fullmatch(url):
+                raise ConfigError(f"webhook_urls has no http or https address as its number {number}")
         for proxy in self.trusted_proxies:
             try:
                 ipaddress.ip_network(proxy, strict=False)

@@ -58,7 +58,7 @@ def serve(
     policy: RestartPolicy = RestartPolicy(),
     read_settings: Callable[[], ServerSettings] | None = None,
 ) -> int:
-    """Serves until a signal ends it, and returns the exit status. `read_settings` reads them again, at SIGHUP.
+    """Serves until a signal ends it, and returns the exit status. SIGHUP has `read_settings` called.
 
     Raises StateInUse, ConfigError where the address is unavailable, and ServerError where a child cannot be
     started or keeps dying.
