@@ -22,6 +22,7 @@ from coserve.cli import (
     serve,
     simulate,
     status,
+    trace,
     usage,
     zoo,
 )
@@ -48,6 +49,7 @@ app.command()(backup.backup)
 app.command()(backup.restore)
 app.command()(backup.upgrade)
 app.command()(reload.reload)
+app.command()(trace.trace)
 app.command()(usage.audit)
 app.add_typer(zoo.app, name="zoo")
 add_bench(app)

@@ -43,6 +43,7 @@ from coserve.serve.routes import (
     permissions,
     stored_chats,
     tokens,
+    trace,
     transfers,
     uploads,
     usage,
@@ -76,7 +77,21 @@ _LARGE = (
 
 _ROOMS: Final = (
     *(chat, stored_chats, completions, embeddings, anthropic, responses, conversations, models, adapters),
-    *(transfers, files, uploads, jobs, batches, graders, permissions, evals, tokens, usage, health, docs),
+    *(
+        transfers,
+        files,
+        uploads,
+        jobs,
+        batches,
+        graders,
+        permissions,
+        evals,
+        tokens,
+        usage,
+        trace,
+        health,
+        docs,
+    ),
 )
 # Forms of errors below these paths; elsewhere they are OpenAI's.
 SHAPES: Final = {anthropic.MESSAGES: ERRORS}

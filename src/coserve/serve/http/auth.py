@@ -23,7 +23,7 @@ from coserve.wire.logs import context
 _API = ("/v1/", "/api/v1/")  # every path below these needs a tenant
 _OPEN = "/api/v1/healthz"  # but this one
 # These too: they show all tenants, or the server itself, or compute.
-_INSIDE = ("/metrics", "/docs", "/openapi.json", "/tokenize", "/detokenize")
+_INSIDE = ("/metrics", "/trace", "/docs", "/openapi.json", "/tokenize", "/detokenize")
 _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys create` prints it once.")
 
 
