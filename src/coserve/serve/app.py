@@ -49,6 +49,7 @@ from coserve.serve.routes import (
     usage,
 )
 from coserve.serve.state import State
+from coserve.serve.telemetry import RequestSpans
 from coserve.serve.tinker import routes as tinker
 from coserve.serve.tinker.dialect import Dialect
 
@@ -151,6 +152,8 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     app.add_middleware(SizeLimits, body_limit=body_limit)
     app.add_middleware(AllowedOrigins, allowed=settings.cors_origins)
     app.add_middleware(TrustedHosts, settings=settings, is_open=lambda: serves_without_keys(state))
+    if state.telemetry is not None:
+        app.add_middleware(RequestSpans, telemetry=state.telemetry)
     if settings.access_log:
         app.add_middleware(AccessLog)
     app.add_middleware(RequestIds, shape_of=error_shape_of)

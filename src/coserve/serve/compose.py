@@ -24,12 +24,13 @@ from coserve.serve.store.quarantine import Suspects
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
+from coserve.serve.telemetry import Telemetry
 from coserve.serve.training.controller import JobController
 from coserve.serve.training.origins import sweep_origins
 from coserve.serve.webhooks.alerts import Alerts
 from coserve.text import Text
 from coserve.text.generation import recommended
-from coserve.wire.messages import Hello, Numbered
+from coserve.wire.messages import Hello, JobEnded, Numbered
 
 log = logging.getLogger(__name__)
 _SWEEP: Final = 300.0  # seconds between two looks for records that are too old
@@ -62,6 +63,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
             state.queue.know(tenant)
         reporting = Reporting(settings, store)
         alerts = Alerts(settings)
+        state.telemetry = Telemetry() if settings.otel else None
         await _wire(state, reporting, alerts)
         watching = asyncio.create_task(alerts.watch(state), name="alerts")
         try:
@@ -71,6 +73,8 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
             watching.cancel()
             await reporting.close()
             await alerts.close()
+            if state.telemetry is not None:
+                await asyncio.to_thread(state.telemetry.close)
 
 
 def _quotas(settings: ServerSettings) -> Quotas:
@@ -136,6 +140,10 @@ async def _wire(state: State, reporting: Reporting, alerts: Alerts) -> None:
         await state.watch.take(numbered.news)
         await reporting.take(numbered.news)
         await alerts.take(numbered.news)
+        if state.telemetry is not None and isinstance(numbered.news, JobEnded):
+            job = await state.store.jobs.of_any(numbered.news.job)
+            if job is not None and job.status.is_final:
+                state.telemetry.job(job)
 
     async def note_suspects(_: Hello) -> None:
         found: Suspects = {

@@ -171,6 +171,9 @@ class ServerSettings:
     pooling_type: Annotated[str, Flag("How /v1/embeddings pools: MEAN or LAST.")] = "MEAN"
     log_level: Annotated[str, Flag("debug, info, warning or error."), Hot()] = "info"
     log_json: Annotated[bool, Flag("Logs as JSON, one object a line.")] = False
+    otel: Annotated[bool, Flag("Send traces of requests and jobs by OpenTelemetry (OTEL_* variables).")] = (
+        False
+    )
     access_log: Annotated[bool, Flag("Log each request: path, status, seconds, tenant, tokens, version.")] = (
         False
     )

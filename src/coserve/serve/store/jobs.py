@@ -53,6 +53,10 @@ class JobStore:
         found = select(JobRecord).where(JobRecord.tenant == tenant, JobRecord.id == id)
         return await self._database.read(lambda session: session.scalar(found))
 
+    async def of_any(self, id: str) -> JobRecord | None:
+        """The job with this id, of any tenant."""
+        return await self._database.read(lambda session: job_in(session, id))
+
     async def page(
         self, tenant: str, after: str | None, limit: int, labels: Mapping[str, str] | None = None
     ) -> Page[JobRecord] | None:
