@@ -60,8 +60,8 @@ def test_limits_that_change_hold_for_the_next_request(play: Play) -> None:
     play(story)
 
 
-def test_each_hot_setting_is_read_where_it_is_used() -> None:
-    """What is hot is in the code of a test above, or read from the present settings at each use."""
+def test_hot_settings_are_those_that_have_somebody_to_take_them_over() -> None:
+    """Others of `ServerSettings` are captured when the server starts, and must not be called hot."""
     hot = set(noted(ServerSettings, Hot))
     assert hot == {
         "max_queue", "max_queue_tenant", "max_requests_minute", "max_bad_keys_minute", "max_files_tenant",

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 MOST_SPANS: Final = 20_000  # of one trace: some two megabytes of JSON
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """What one thread did from `start` for `seconds`, since the trace began; `rows` are those of its work."""
 
     name: str
@@ -25,7 +25,7 @@ class StepTrace:
     def __init__(self, seconds: float) -> None:
         self.began = time.perf_counter()
         self.until = self.began + seconds
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
         self.dropped = 0
 
     def add(self, name: str, began: float, rows: int) -> None:
@@ -34,7 +34,7 @@ class StepTrace:
             self.dropped += 1
             return
         now, thread = time.perf_counter(), threading.current_thread().name
-        self.spans.append(Span(name, thread, began - self.began, now - began, rows))
+        self.spans.append(TraceSpan(name, thread, began - self.began, now - began, rows))
 
 
 _active: StepTrace | None = None  # of this process

@@ -67,7 +67,7 @@ _PREVIEWS = 2  # jobs that are looked at at once; whole files are in memory mean
 _STATS_EVERY = 1.0  # seconds
 _SPEAK_EVERY = 1.0  # seconds; a server takes several of them without a report for a hang
 _REMEMBER_EVERY = 60.0  # seconds
-_LONGEST_TRACE = 60.0  # seconds
+_TRACED = 60.0  # seconds
 
 
 class ServedEngine:
@@ -259,7 +259,7 @@ class ServedEngine:
     def _begin_trace(self, command: TraceSteps) -> None:
         if self._trace is not None:
             raise ConflictError("steps are being traced already: wait until that trace has ended")
-        self._trace = command.ref, begin_trace(min(command.seconds, _LONGEST_TRACE))
+        self._trace = command.ref, begin_trace(min(command.seconds, _TRACED))
 
     def _end_trace(self) -> None:
         """Ends a trace whose time is over."""
