@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 
 import httpx2
 import pytest
@@ -57,7 +58,7 @@ def test_a_request_is_a_span_of_its_client_s_trace(play: Play) -> None:
             )
             parts = [one for one in spans if one.parent == answer_.context]
             assert [one.name for one in parts] == ["queue", "prompt", "decode"]
-            for before, after in zip(parts, parts[1:], strict=False):
+            for before, after in pairwise(parts):
                 assert before.end_time == after.start_time
             assert answer_.start_time == parts[0].start_time and parts[-1].end_time == answer_.end_time
         names = sorted(one.name for one in spans)
