@@ -54,7 +54,7 @@ def test_usage_is_the_sum_of_what_answers_told(play: Play) -> None:
                     found[f"{row['api_key_id']} requests"] += row["num_model_requests"]
         assert +found == +wanted
         assert (await http.get("/v1/usage", params={"start_time": 0})).status_code == 401
-        for bad in ({}, {"start_time": -1}, {"start_time": 0, "limit": 999}, {"start_time": 0, "page": "x"}):
+        for bad in ({}, {"start_time": -1}, {"start_time": 0, "limit": 999}, {"start_time": 0, "page": "1x"}):
             assert (await http.get("/v1/usage", params=bad, headers=headers)).status_code == 400
 
     play(story)

@@ -14,7 +14,12 @@ router = APIRouter(tags=["Health"])
 MOST_TRACED: Final = 30.0  # seconds
 
 
-@router.post("/trace", responses=error_responses(409), summary="Trace steps", response_class=Response)
+@router.post(
+    "/trace",
+    responses={**error_responses(409), 200: {"content": {"application/json": {}}}},
+    summary="Trace steps",
+    response_class=Response,
+)
 async def trace_steps(
     caller: Caller, state: Shared, seconds: Annotated[float, Query(gt=0, le=MOST_TRACED)] = 3.0
 ) -> Response:

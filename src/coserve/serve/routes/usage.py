@@ -33,7 +33,7 @@ async def read_usage(
     bucket_width: Literal["1h", "1d"] = "1d",
     group_by: Annotated[tuple[Group, ...], Query(max_length=len(_COLUMNS))] = (),
     limit: Annotated[int, Query(ge=1, le=MOST_BUCKETS)] = 31,
-    page: Annotated[str | None, Query(pattern=r"[0-9]{1,12}")] = None,
+    page: Annotated[str | None, Query(pattern=r"^[0-9]{1,12}$")] = None,
 ) -> UsagePage:
     """The caller's own usage from `start_time` on, as buckets of UTC hours or days; `group_by` may be given
     several times. Buckets without usage are left out. Answers that have ended are all in it."""
