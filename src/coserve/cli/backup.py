@@ -90,7 +90,7 @@ def upgrade(
 
 
 def _plan(folder: Path) -> dict[str, Any]:
-    """What an upgrade of a state folder would do."""
+    """The steps of an upgrade of a state folder, and what stands in their way."""
     import shutil
     import sqlite3
     from contextlib import closing

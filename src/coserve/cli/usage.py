@@ -36,7 +36,7 @@ def usage(
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV instead of a table.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What each tenant used, by key, model and version: requests, tokens, and the most bytes kept.
+    """Shows usage of each tenant, by key, model and version: requests, tokens, and the most bytes kept.
 
     The figures of a server that runs are up to five seconds old.
     """
@@ -82,7 +82,7 @@ def audit(
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
-    """Who did what: keys, adapters, jobs, files and limits, the oldest first."""
+    """Shows the audit log: who did what to keys, adapters, jobs, files and limits, the oldest first."""
     from coserve.cli.output import print_json, print_table
 
     async def read(store: "Store") -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ MOST_SPANS: Final = 20_000  # of one trace: some two megabytes of JSON
 
 
 class TraceSpan(NamedTuple):
-    """What one thread did from `start` for `seconds`, since the trace began; `rows` are those of its work."""
+    """Work of one thread from `start` for `seconds`, since the trace began; `rows` are those of it."""
 
     name: str
     thread: str

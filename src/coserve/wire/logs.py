@@ -17,7 +17,7 @@ _ORIGINS: Final = ("request_id", "answer", "tenant", "key", "job")
 
 @dataclass(slots=True, eq=False)
 class WorkContext:
-    """What runs in a context: a request of a tenant by one of its keys, or a job. The counts are of the
+    """Work that runs in a context: a request of a tenant by one of its keys, or a job. The counts are of the
     tokens that it has read and been answered so far, and `version` is the one that answered last."""
 
     request_id: str = ""

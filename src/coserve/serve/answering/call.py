@@ -85,7 +85,7 @@ class CallMeter:
         self.written += tokens
 
     def usage(self) -> "CallUsage":
-        """What was read and written so far."""
+        """The tokens that were read and written so far."""
         by_prompt = dict[int, int]()
         for index, cached in self._cached.items():
             prompt = index // self._call.choices

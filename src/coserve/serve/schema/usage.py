@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 
 class UsageResult(BaseModel):
-    """What was used in a bucket, by the names of its groups; None for those that were not asked for.
+    """Usage of a bucket, by the names of its groups; None for those that were not asked for.
     `input_cached_tokens` are among the `input_tokens`."""
 
     object: Literal["coserve.usage.result"] = "coserve.usage.result"

@@ -47,7 +47,7 @@ _PATHS: Final = ("adapters", "checkpoints", "tinker_checkpoints")  # tables whos
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a backup has: the shape of its database, its time, and each file's size and SHA-256."""
+    """Contents of a backup: the shape of its database, its time, and each file's size and SHA-256."""
 
     revision: str
     created: int
@@ -187,7 +187,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _named(folder: Path) -> dict[str, set[str]]:
-    """What the rows of a folder's database name, as entries of each of its folders."""
+    """The names that rows of a folder's database have, as entries of each of its folders."""
     found: dict[str, set[str]] = {name: set() for name in _FOLDERS}
     with closing(sqlite3.connect(f"file:{quote(str(folder / DATABASE))}?mode=ro", uri=True)) as database:
         for entries, query in _ENTRIES.items():

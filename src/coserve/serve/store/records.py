@@ -531,7 +531,7 @@ class TenantRows(TableRow):
 
 
 class UsageRecord(TableRow):
-    """What one tenant used in one hour (Unix seconds of its start), by one key (its prefix) and version of a
+    """Usage of one tenant in one hour (Unix seconds of its start), by one key (its prefix) and version of a
     model; texts are empty where there is none. `kept_bytes` is the most that was kept of the tenant in the
     hour, in a row of its own."""
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Used(NamedTuple):
-    """What one call used; `cached_tokens` are among the `input_tokens`."""
+    """Usage of one call; `cached_tokens` are among the `input_tokens`."""
 
     requests: int = 0
     input_tokens: int = 0

@@ -1,5 +1,5 @@
-"""What the server tells its operator: jobs that ended, engines that were replaced, a disk or a queue that
-fills up."""
+"""Events that the server tells its operator of: jobs that ended, engines that were replaced, a disk or a queue
+that fills up."""
 
 import asyncio
 import shutil

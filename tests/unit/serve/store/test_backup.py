@@ -220,7 +220,7 @@ def test_a_database_of_an_earlier_shape_is_upgraded_once_it_is_asked_for(
         for table in ("usage", "usage_merged", "audit"):
             database.execute(f"DROP TABLE {table}")
     code, said = run("upgrade", "--check")
-    assert code == 0 and "0015  What operators ask for" in said and "cannot be undone" in said
+    assert code == 0 and "0015  Tables for operators" in said and "cannot be undone" in said
     assert "upgraded to shape 0015" in run("upgrade")[1] and "nothing to do" in run("upgrade")[1]
     with closing(sqlite3.connect(tmp_path / "coserve.db")) as database, database:
         database.execute("UPDATE alembic_version SET version_num = '9999'")

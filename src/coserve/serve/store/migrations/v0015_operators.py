@@ -1,4 +1,4 @@
-"""What operators ask for: usage by hour, and the audit log."""
+"""Tables for operators: usage by hour, and the audit log."""
 
 import sqlalchemy as sa
 from alembic import op
