@@ -25,6 +25,7 @@ from coserve.serve.http.quotas import RequestRate, UploadRoom
 from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.http.revocation import Revocation
 from coserve.serve.http.shedding import ConcurrencyLimit
+from coserve.serve.otel import RequestSpans
 from coserve.serve.responses import conversations
 from coserve.serve.responses import routes as responses
 from coserve.serve.responses.background import ResponseRuns
@@ -49,7 +50,6 @@ from coserve.serve.routes import (
     usage,
 )
 from coserve.serve.state import State
-from coserve.serve.telemetry import RequestSpans
 from coserve.serve.tinker import routes as tinker
 from coserve.serve.tinker.dialect import Dialect
 
@@ -152,8 +152,8 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     app.add_middleware(SizeLimits, body_limit=body_limit)
     app.add_middleware(AllowedOrigins, allowed=settings.cors_origins)
     app.add_middleware(TrustedHosts, settings=settings, is_open=lambda: serves_without_keys(state))
-    if state.telemetry is not None:
-        app.add_middleware(RequestSpans, telemetry=state.telemetry)
+    if state.otel is not None:
+        app.add_middleware(RequestSpans, telemetry=state.otel)
     if settings.access_log:
         app.add_middleware(AccessLog)
     app.add_middleware(RequestIds, shape_of=error_shape_of)

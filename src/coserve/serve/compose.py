@@ -17,6 +17,7 @@ from coserve.serve.adapter_registry.imports import digest
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import LASTING, Suspect, WorkItem
 from coserve.serve.evals.runs import running_evals
+from coserve.serve.otel import OtelSpans
 from coserve.serve.reporting.observer import Reporting
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
@@ -24,7 +25,6 @@ from coserve.serve.store.quarantine import Suspects
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
-from coserve.serve.telemetry import Telemetry
 from coserve.serve.training.controller import JobController
 from coserve.serve.training.origins import sweep_origins
 from coserve.serve.webhooks.alerts import Alerts
@@ -63,7 +63,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
             state.queue.know(tenant)
         reporting = Reporting(settings, store)
         alerts = Alerts(settings)
-        state.telemetry = Telemetry() if settings.otel else None
+        state.otel = OtelSpans() if settings.otel else None
         await _wire(state, reporting, alerts)
         watching = asyncio.create_task(alerts.watch(state), name="alerts")
         try:
@@ -73,8 +73,8 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
             watching.cancel()
             await reporting.close()
             await alerts.close()
-            if state.telemetry is not None:
-                await asyncio.to_thread(state.telemetry.close)
+            if state.otel is not None:
+                await asyncio.to_thread(state.otel.close)
 
 
 def _quotas(settings: ServerSettings) -> Quotas:
@@ -140,10 +140,10 @@ async def _wire(state: State, reporting: Reporting, alerts: Alerts) -> None:
         await state.watch.take(numbered.news)
         await reporting.take(numbered.news)
         await alerts.take(numbered.news)
-        if state.telemetry is not None and isinstance(numbered.news, JobEnded):
+        if state.otel is not None and isinstance(numbered.news, JobEnded):
             job = await state.store.jobs.of_any(numbered.news.job)
             if job is not None and job.status.is_final:
-                state.telemetry.job(job)
+                state.otel.job(job)
 
     async def note_suspects(_: Hello) -> None:
         found: Suspects = {

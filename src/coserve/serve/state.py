@@ -18,9 +18,9 @@ from coserve.serve.training.watch import TrainingWatch
 
 if TYPE_CHECKING:
     from coserve.serve.engine.link import EngineLink
+    from coserve.serve.otel import OtelSpans
     from coserve.serve.settings import ServerSettings
     from coserve.serve.store.store import Store
-    from coserve.serve.telemetry import Telemetry
     from coserve.serve.training.controller import JobController
     from coserve.text import Text
 
@@ -50,7 +50,7 @@ class State:
     queue: FairQueue = field(init=False)
     catalog: Catalog = field(init=False)
     watch: TrainingWatch = field(init=False)
-    telemetry: "Telemetry | None" = None  # where traces are asked for
+    otel: "OtelSpans | None" = None  # where traces are asked for
     draining: bool = field(default=False, init=False)  # new work is refused
     on_settings: list[Callable[["ServerSettings"], object]] = field(default_factory=list, init=False)
 

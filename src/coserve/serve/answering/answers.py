@@ -74,8 +74,8 @@ def account(state: State, call: Call, usage: CallUsage) -> None:
     version = call.model.key or ""
     used = Used(1, usage.read, usage.cached, usage.written)
     state.store.usage.add(call.tenant.id, call.model.name, version, used)
-    if state.telemetry is not None:
-        state.telemetry.call(call, usage)
+    if state.otel is not None:
+        state.otel.call(call, usage)
     work = context()
     work.answer, work.version = call.asked.id, version or call.model.name
     work.prompt_tokens += usage.read

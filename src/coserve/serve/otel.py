@@ -20,7 +20,7 @@ _NANO = 1_000_000_000
 _MODULE = "opentelemetry.exporter.otlp.proto.http"
 
 
-class Telemetry:
+class OtelSpans:
     """Makes spans and has a thread of OpenTelemetry's send them. Raises ConfigError where it is not
     installed."""
 
@@ -91,7 +91,7 @@ class RequestSpans:
     """Gives each request a span, of the trace that its `traceparent` names (W3C). It comes after
     `RequestIds`."""
 
-    def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
+    def __init__(self, app: ASGIApp, telemetry: OtelSpans) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self.app, self._telemetry, self._format = app, telemetry, TraceContextTextMapPropagator()

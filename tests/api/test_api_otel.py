@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from coserve.core.job_status import JobStatus
 from coserve.errors import ConfigError
-from coserve.serve import telemetry
+from coserve.serve import otel
 from coserve.serve.app import create_app
-from coserve.serve.telemetry import Telemetry
+from coserve.serve.otel import OtelSpans
 from coserve.wire.messages import JobEnded, JobStarted, Numbered
 from serving import Play, World
 from training import create
@@ -24,7 +24,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def test_a_request_is_a_span_of_its_client_s_trace(play: Play) -> None:
     async def story(world: World) -> None:
         exporter = InMemorySpanExporter()
-        world.state.telemetry = made = Telemetry(exporter)
+        world.state.otel = made = OtelSpans(exporter)
         _, key = await world.state.store.tenants.create_key("ann")
         transport = httpx2.ASGITransport(app=create_app(world.state))
         headers = {"authorization": f"Bearer {key}", "traceparent": PARENT, "x-request-id": "mine"}
@@ -87,12 +87,12 @@ def test_spans_go_where_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> No
     server = HTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    made = Telemetry()
+    made = OtelSpans()
     made.tracer.start_span("one").end()
     made.close()
     server.shutdown()
     server.server_close()
     assert [path for path, _ in got] == ["/v1/traces"] and b"coserve" in got[0][1]
-    monkeypatch.setattr(telemetry, "find_spec", lambda name: None)
+    monkeypatch.setattr(otel, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"coserve\[otel\] installs"):
-        Telemetry()
+        OtelSpans()
