@@ -21,7 +21,9 @@ from serving import Play, World
 from training import create, upload
 
 
-def test_limits_that_change_hold_for_the_next_request(play: Play) -> None:
+def test_limits_that_change_hold_for_the_next_request(play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")  # which it restores: a reload sets the root's level
+
     async def story(world: World) -> None:
         reload, settings = (
             Reload(world.state, Listener(world.app, listen("127.0.0.1", 0))),

@@ -25,6 +25,7 @@ def logs() -> Iterator[tuple[io.StringIO, io.StringIO]]:
     for stream, formatter in zip(streams, (JsonFormatter("api"), TextFormatter("%(message)s")), strict=True):
         handlers.append(handler := logging.StreamHandler(stream))
         handler.setFormatter(formatter)
+        handler.addFilter(lambda record: not record.name.startswith("httpx"))  # the test's own client
         root.addHandler(handler)
     logging.getLogger("coserve").setLevel(logging.DEBUG)
     yield streams
