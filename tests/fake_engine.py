@@ -44,7 +44,9 @@ from coserve.wire.messages import (
     SaveTraining,
     SessionCommand,
     StepOptimizer,
+    StepSpans,
     Token,
+    TraceSteps,
 )
 from coserve.wire.scores import NONE, Scores, little
 
@@ -81,6 +83,7 @@ class FakeEngine:
         self.said: list[Command] = []
         self.refusals: dict[str, Fault] = {}
         self.preview = JobPreview()  # of every job
+        self.spans = StepSpans((), 0)  # of every trace
         self.deaf_to: tuple[type[Command], ...] = ()  # commands that it does not get to the end of
         self.caches = (
             False  # whether a prompt counts as cached, but for its last token, once its scope sent it
@@ -287,6 +290,8 @@ class FakeEngine:
                 self._replies.append(Reply(command.ref, self.refusals.get("method")))
             case CheckJob():
                 self._replies.append(Reply(command.ref, self.refusals.get("job")))
+            case TraceSteps():
+                self._replies.append(Reply(command.ref, spans=self.spans))
             case PreviewJob():
                 self._replies.append(Reply(command.ref, self.refusals.get("preview"), preview=self.preview))
             case Acknowledge():

@@ -7,6 +7,7 @@ import typer
 
 from coserve.cli import (
     adapters,
+    backup,
     chat,
     cluster,
     demo,
@@ -18,9 +19,12 @@ from coserve.cli import (
     keys,
     plan,
     quarantine,
+    reload,
     serve,
     simulate,
     status,
+    trace,
+    usage,
     zoo,
 )
 from coserve.cli.bench import add_bench
@@ -41,6 +45,13 @@ app.add_typer(importing.app, name="import")
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(quarantine.app, name="quarantine")
+app.command()(usage.usage)
+app.command()(backup.backup)
+app.command()(backup.restore)
+app.command()(backup.upgrade)
+app.command()(reload.reload)
+app.command()(trace.trace)
+app.command()(usage.audit)
 app.add_typer(zoo.app, name="zoo")
 add_bench(app)
 app.command()(executor.executor)

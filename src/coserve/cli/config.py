@@ -316,7 +316,7 @@ def _anchored(server: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return str(folder / Path(value).expanduser()) if isinstance(value, str) else value
 
     found = dict(server)
-    for key in {"state", "adapter_root"} & found.keys():
+    for key in {"state", "adapter_root", "ssl_certfile", "ssl_keyfile", "webhook_secret_file"} & found.keys():
         found[key] = path(found[key])
     model = found.get("model")
     if isinstance(model, str) and model and (folder / Path(model).expanduser()).exists():

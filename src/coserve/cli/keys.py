@@ -104,10 +104,14 @@ def with_store(
 
     flags = given(state=None if state is None else str(state), model=model)
     settings = load_server_settings(flags, config_of(context))
+    from getpass import getuser
+
     from coserve.serve.store.store import Store
+    from coserve.wire.logs import CONTEXT, WorkContext
 
     async def run(store: Store) -> T:
         return await work(store)
 
+    CONTEXT.set(WorkContext(tenant=f"operator {getuser()}"))
     with Store(settings.state) as store:
         return asyncio.run(run(store))

@@ -10,7 +10,7 @@ import typer
 from coserve.cli.options import Config, config_of, given, with_flags
 from coserve.core.request import SLO
 from coserve.errors import ConfigError, ZooError
-from coserve.serve.settings import TIERS
+from coserve.serve.settings import TIERS, ServerSettings
 
 ZOO_TABLES = ("chains", "bases", "adapter_bases", "stitched")  # settings that a zoo has, beside adapters
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
@@ -68,7 +68,12 @@ def serve(
         **{table: stored.get(table) or None for table in ZOO_TABLES},
         slo=_slowdowns(slowdown) if slowdown else None,
     )
-    settings = load_server_settings(flags, config or config_of(context))
+    file = config or config_of(context)
+
+    def read() -> ServerSettings:
+        return load_server_settings(flags, file)
+
+    settings = read()
     _check_model(settings.model)
     if (told := unread()) is not None:
         print(f"coserve: warning: {told}", file=sys.stderr)
@@ -90,7 +95,7 @@ def serve(
 
     from coserve.serve.processes import supervisor
 
-    raise typer.Exit(supervisor.serve(settings, Console(highlight=False)))
+    raise typer.Exit(supervisor.serve(settings, Console(highlight=False), read_settings=read))
 
 
 def _from_zoo(

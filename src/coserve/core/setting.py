@@ -23,6 +23,11 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
+class Hot:
+    """The setting of a server that runs can be changed: SIGHUP has it read again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Range:
     """A finite number from `least`, or `above` it, to `most`."""
 

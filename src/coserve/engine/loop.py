@@ -6,8 +6,9 @@ from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 from coserve.core.events import Event, Finished, JobFailed, PassDone, RequestFailed, StepDone, TokenEvent
-from coserve.core.plan import StepResult
+from coserve.core.plan import StepPlan, StepResult
 from coserve.core.request import BASE, FinishReason
+from coserve.core.step_trace import span
 from coserve.engine.adapters import EngineAdapters, SharedAdapters
 from coserve.engine.admission import JobLine
 from coserve.engine.arrivals import Arrivals
@@ -109,7 +110,8 @@ class StepLoop(Generic[H]):
             result = self._next_result()
             for base, part in result.bases.items():
                 self.bases[base].adapters.publish(part.updated.values())
-            applied = self.scheduler.apply(result, self.clock())
+            with span("apply"):
+                applied = self.scheduler.apply(result, self.clock())
             delivered = [self._deliver(self.bases[base], events) for base, events in applied.items()]
             events = [*chain.from_iterable(delivered), *self._advance_rollouts()]
             self.bases.first.memory.return_excess()
@@ -162,20 +164,24 @@ class StepLoop(Generic[H]):
         wait until that plan can run, and planning takes milliseconds of its longer steps.
         """
         if not self.scheduler.under_way:
-            plan = self.scheduler.plan(self.clock())
+            with span("plan"):
+                plan = self.scheduler.plan(self.clock())
             if not self._plans_ahead:
                 self.arrivals.under_way = self.scheduler.seconds_under_way
-                return self.executor.run(plan)
+                with span("wait for the device"):
+                    return self.executor.run(plan)
             self.executor.launch(plan)
-        while (
-            self.scheduler.under_way <= self._plans_ahead
-            and (ahead := self.scheduler.plan_ahead(self.clock())) is not None
-        ):
+        while self.scheduler.under_way <= self._plans_ahead and (ahead := self._plan_ahead()) is not None:
             self.executor.launch(ahead)
         self.arrivals.under_way = self.scheduler.seconds_under_way
-        result = self.executor.collect()
+        with span("wait for the device"):
+            result = self.executor.collect()
         assert result is not None, "a plan that was launched has a result"
         return result
+
+    def _plan_ahead(self) -> StepPlan | None:
+        with span("plan ahead"):
+            return self.scheduler.plan_ahead(self.clock())
 
     def _end_plans_ahead(self) -> None:
         """Plans no step while another runs from now on: after a pause in one base's part others would go on

@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from coserve.adapters.methods import methods
 from coserve.adapters.sites import linear_names
-from coserve.core.request import BASE
+from coserve.core.request import BASE, Request
 from coserve.core.size import show_size
 from coserve.engine.background import Background
 from coserve.engine.engine import Engine
@@ -49,9 +49,9 @@ from coserve.train.pruning.once import TRACING
 from coserve.wire.child import SupervisorPipes
 from coserve.wire.control import BEAT_SECONDS, EngineStart, Status
 from coserve.wire.launch import RANKS
+from coserve.wire.logs import CONTEXT, WorkContext, configure_logs
 from coserve.wire.messages import Command, Drain, FurtherBase, Hello
 
-_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Seconds for which a thread that reads training data keeps the interpreter from a step. With Python's default
 # of 5 ms, steps of 4 ms took 21 ms beside it; with this, 13 ms.
 SWITCH: Final = 5e-4
@@ -77,7 +77,10 @@ def main(pipes: SupervisorPipes) -> None:
     try:
         start = pipes.start_line(EngineStart)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which decides
-        logging.basicConfig(level=start.log_level.upper(), format=_FORMAT, stream=sys.stderr)
+        configure_logs("engine", start.log_level, start.log_json)
+        if start.log_json:
+            transformers_logging.disable_default_handler()
+            transformers_logging.enable_propagation()
         started = time.monotonic()
         pipes.say(Status("loading"))
         engine = _load(start)
@@ -222,7 +225,11 @@ class Loop:
         if isinstance(work, Done):
             work.then()
         elif work[0] is self._server:  # else the server is gone
-            self._worker.take(work[1])
+            context = CONTEXT.set(_context_of(work[1]))
+            try:
+                self._worker.take(work[1])
+            finally:
+                CONTEXT.reset(context)
 
     def _leave(self) -> None:
         if self._leaving and self._server is None and not self._worker.unreadable:
@@ -247,6 +254,13 @@ def know_costs(engine: Engine, costs: CostFile | None, measuring: Callable[[], N
         _log.info("costs of steps are rough, from a busy machine or few runs: steps refine them")
     elif costs is not None:
         costs.write(engine.cost.learned)
+
+
+def _context_of(command: Command) -> WorkContext:
+    """The context of a command's log records: of a request, or of a job."""
+    if isinstance(command, Request):
+        return WorkContext(answer=command.id)
+    return WorkContext(job=getattr(command, "job", ""))
 
 
 def _load(start: EngineStart) -> Engine:

@@ -13,6 +13,7 @@ from coserve.adapters.settings import settings_of
 from coserve.core.contained import contained
 from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
 from coserve.core.request import Request
+from coserve.core.step_trace import StepTrace, begin_trace, end_trace
 from coserve.engine.adapters import EngineAdapters
 from coserve.engine.background import Background, Outcome
 from coserve.engine.compiling import Compiling
@@ -53,8 +54,10 @@ from coserve.wire.messages import (
     Reply,
     Report,
     SessionCommand,
+    StepSpans,
     StopJob,
     Token,
+    TraceSteps,
     WeighJob,
 )
 from coserve.wire.scores import NONE, Scores, little
@@ -64,6 +67,7 @@ _PREVIEWS = 2  # jobs that are looked at at once; whole files are in memory mean
 _STATS_EVERY = 1.0  # seconds
 _SPEAK_EVERY = 1.0  # seconds; a server takes several of them without a report for a hang
 _REMEMBER_EVERY = 60.0  # seconds
+_TRACED = 60.0  # seconds
 
 
 class ServedEngine:
@@ -100,6 +104,7 @@ class ServedEngine:
         self._spoke = 0.0  # time of the last report
         self._costs = costs
         self._remembered = time.monotonic()  # time at which the costs were last written
+        self._trace: tuple[int, StepTrace] | None = None  # with the `ref` of its command
 
     # The server
 
@@ -124,6 +129,8 @@ class ServedEngine:
             compiling.clear()
         self._sessions.disconnected()
         self._connection += 1
+        self._trace = None
+        end_trace()
         self._tokens.clear()
         self._replies.clear()
         self._stale, self._told = True, 0.0
@@ -159,6 +166,8 @@ class ServedEngine:
                 previewed = partial(self._previewed, engine, command.ref, self._connection)
                 read_job = partial(read_preview, engine, command.spec, command.records, command.shown)
                 self._previews.do("looking at the job", read_job, previewed)
+            case TraceSteps():
+                self._begin_trace(command)
             case JobSpec():
                 if not self.draining:  # else the next engine resumes it
                     self._jobs.start(command)
@@ -224,6 +233,7 @@ class ServedEngine:
         """The report for the server; None where it would be empty and is not due."""
         for compiling in self._compiling.values():
             compiling.end_overdue()
+        self._end_trace()
         tokens, replies, news = tuple(self._tokens), tuple(self._replies), self._jobs.take_news()
         if not (tokens or replies or news or self.is_drained or self.until_report() == 0.0):
             return None
@@ -246,6 +256,19 @@ class ServedEngine:
                 write = partial(file.write, self._engine.bases[base].cost.learned)
                 self._background.do("remembering what steps cost", write, lambda _: None)
 
+    def _begin_trace(self, command: TraceSteps) -> None:
+        if self._trace is not None:
+            raise ConflictError("steps are being traced already: wait until that trace has ended")
+        self._trace = command.ref, begin_trace(min(command.seconds, _TRACED))
+
+    def _end_trace(self) -> None:
+        """Ends a trace whose time is over."""
+        if self._trace is not None and time.perf_counter() >= self._trace[1].until:
+            (ref, trace), self._trace = self._trace, None
+            end_trace()
+            spans = StepSpans(tuple(trace.spans), trace.dropped)
+            self._replies.append(Reply(ref, spans=spans))
+
     def _fail(self, command: Command, error: BaseException) -> None:
         """Ends the request, job or call of a command that failed."""
         match command:
@@ -254,7 +277,7 @@ class ServedEngine:
                 self._tokens.append(Token(command.id, fault=fault))
             case AddAdapter() | PinAdapter() | RemoveAdapter():
                 self._reply(command.ref, contained(error, "the adapter", AdapterError))
-            case CheckMethod() | CheckJob() | PreviewJob():
+            case CheckMethod() | CheckJob() | PreviewJob() | TraceSteps():
                 self._reply(command.ref, contained(error, "checking the job", ConfigError))
             case SessionCommand():
                 self._reply(command.ref, contained(error, "the session", JobError))

@@ -15,14 +15,17 @@ from coserve.serve.anthropic.errors import ERRORS
 from coserve.serve.batches.asked import OwnRoutes
 from coserve.serve.batches.runner import Batches
 from coserve.serve.evals import routes as evals
+from coserve.serve.http.access import AccessLog
 from coserve.serve.http.auth import Authentication, serves_without_keys
 from coserve.serve.http.browsers import AllowedOrigins, TrustedHosts
 from coserve.serve.http.idempotency import Idempotency
 from coserve.serve.http.middleware import Draining, RequestIds, SizeLimits
+from coserve.serve.http.proxies import TrustedProxies, networks_of
 from coserve.serve.http.quotas import RequestRate, UploadRoom
 from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.http.revocation import Revocation
 from coserve.serve.http.shedding import ConcurrencyLimit
+from coserve.serve.otel import RequestSpans
 from coserve.serve.responses import conversations
 from coserve.serve.responses import routes as responses
 from coserve.serve.responses.background import ResponseRuns
@@ -42,8 +45,10 @@ from coserve.serve.routes import (
     permissions,
     stored_chats,
     tokens,
+    trace,
     transfers,
     uploads,
+    usage,
 )
 from coserve.serve.state import State
 from coserve.serve.tinker import routes as tinker
@@ -87,6 +92,8 @@ ROOMS: Final = (  # what has routes, but for those of Tinker
         permissions,
         evals,
         tokens,
+        usage,
+        trace,
         health,
         docs,
         overview,
@@ -133,6 +140,8 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
 
     rates = TokenBuckets(settings.max_requests_minute, clock)
     bad_keys = TokenBuckets(settings.max_bad_keys_minute, clock)
+    state.on_settings.append(lambda new: rates.limit(new.max_requests_minute))
+    state.on_settings.append(lambda new: bad_keys.limit(new.max_bad_keys_minute))
     # The last one added is the first to see a request.
     app.add_middleware(Revocation, tenants=state.store.tenants, paths=(*COMPUTED, web.LIVE))
     app.add_middleware(ConcurrencyLimit, queue=state.queue, paths=COMPUTED)
@@ -144,13 +153,19 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
         folder=settings.state,
     )
     app.add_middleware(Idempotency, creations=state.store.creations, paths=CREATING)
-    app.add_middleware(RequestRate, rates=rates, most=settings.max_requests_minute)
+    app.add_middleware(RequestRate, rates=rates)
     app.add_middleware(Authentication, state=state, bad_keys=bad_keys)
     app.add_middleware(Draining, is_draining=lambda: state.draining)
     app.add_middleware(SizeLimits, body_limit=body_limit)
     app.add_middleware(AllowedOrigins, allowed=settings.cors_origins)
     app.add_middleware(TrustedHosts, settings=settings, is_open=lambda: serves_without_keys(state))
+    if state.otel is not None:
+        app.add_middleware(RequestSpans, telemetry=state.otel)
+    if settings.access_log:
+        app.add_middleware(AccessLog)
     app.add_middleware(RequestIds, shape_of=error_shape_of)
+    if settings.trusted_proxies:
+        app.add_middleware(TrustedProxies, networks=networks_of(settings.trusted_proxies))
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
 

@@ -17,6 +17,7 @@ from coserve.serve.adapter_registry.imports import digest
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import LASTING, Suspect, WorkItem
 from coserve.serve.evals.runs import running_evals
+from coserve.serve.otel import OtelSpans
 from coserve.serve.reporting.observer import Reporting
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
@@ -26,9 +27,10 @@ from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
 from coserve.serve.training.controller import JobController
 from coserve.serve.training.origins import sweep_origins
+from coserve.serve.webhooks.alerts import Alerts
 from coserve.text import Text
 from coserve.text.generation import recommended
-from coserve.wire.messages import Hello, Numbered
+from coserve.wire.messages import Hello, JobEnded, Numbered
 
 log = logging.getLogger(__name__)
 _SWEEP: Final = 300.0  # seconds between two looks for records that are too old
@@ -44,7 +46,40 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
     supervisor restarts.
     """
     text = await asyncio.to_thread(_text, settings)
-    quotas = Quotas(
+    quotas = _quotas(settings)
+    with Store(settings.state, quotas=quotas) as store:
+        await _check_keys(settings, store)
+        link = EngineLink(socket, settings.engine_wait_seconds)
+        state = State(settings, store, link, text, JobController(settings, store, link))
+        state.on_settings.append(lambda new: quotas.change(_quotas(new)))
+        if settings.generation_config == "auto":
+            state.sampling = await asyncio.to_thread(_recommended, settings)
+        await _name_adapters(state)
+        await store.usage.open()
+        await store.adapters.sweep()
+        await store.tinker_checkpoints.sweep(store.folder / "tinker")
+        await sweep_origins(store)
+        for tenant in await store.tenants.list():
+            state.queue.know(tenant)
+        reporting = Reporting(settings, store)
+        alerts = Alerts(settings)
+        state.otel = OtelSpans() if settings.otel else None
+        await _wire(state, reporting, alerts)
+        watching = asyncio.create_task(alerts.watch(state), name="alerts")
+        try:
+            sampling = state.telemetry.running()
+            async with _running(link), _sweeping(state), _adding_up(store), running_evals(state), sampling:
+                yield state
+        finally:
+            watching.cancel()
+            await reporting.close()
+            await alerts.close()
+            if state.otel is not None:
+                await asyncio.to_thread(state.otel.close)
+
+
+def _quotas(settings: ServerSettings) -> Quotas:
+    return Quotas(
         settings.max_files_tenant,
         settings.max_bytes_tenant,
         settings.max_jobs_tenant,
@@ -52,26 +87,6 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         settings.max_idempotency_keys,
         settings.idempotency_seconds,
     )
-    with Store(settings.state, quotas=quotas) as store:
-        await _check_keys(settings, store)
-        link = EngineLink(socket, settings.engine_wait_seconds)
-        state = State(settings, store, link, text, JobController(settings, store, link))
-        if settings.generation_config == "auto":
-            state.sampling = await asyncio.to_thread(_recommended, settings)
-        await _name_adapters(state)
-        await store.adapters.sweep()
-        await store.tinker_checkpoints.sweep(store.folder / "tinker")
-        await sweep_origins(store)
-        for tenant in await store.tenants.list():
-            state.queue.know(tenant)
-        reporting = Reporting(settings, store)
-        await _wire(state, reporting)
-        try:
-            watching = state.telemetry.running()
-            async with _running(link), _sweeping(store, settings), running_evals(state), watching:
-                yield state
-        finally:
-            await reporting.close()
 
 
 def _recommended(settings: ServerSettings) -> dict[str, SamplingParams]:
@@ -101,7 +116,7 @@ async def _check_keys(settings: ServerSettings, store: Store) -> None:
     )
 
 
-async def _wire(state: State, reporting: Reporting) -> None:
+async def _wire(state: State, reporting: Reporting, alerts: Alerts) -> None:
     """Registers all listeners of new engines and job events, except the job controller."""
     link, news = state.link, state.link.news
     write_down = news.on_news
@@ -125,6 +140,11 @@ async def _wire(state: State, reporting: Reporting) -> None:
             await write_down(numbered)
         await state.watch.take(numbered.news)
         await reporting.take(numbered.news)
+        await alerts.take(numbered.news)
+        if state.otel is not None and isinstance(numbered.news, JobEnded):
+            job = await state.store.jobs.of_any(numbered.news.job)
+            if job is not None and job.status.is_final:
+                state.otel.job(job)
 
     async def note_suspects(_: Hello) -> None:
         found: Suspects = {
@@ -148,22 +168,28 @@ async def _wire(state: State, reporting: Reporting) -> None:
     news.on_connect.insert(0, resize)
     news.on_connect.insert(0, forget_jobs)
     news.on_connect.append(pin)
+    news.on_connect.append(alerts.connected)
     news.on_news = take
 
 
 @asynccontextmanager
-async def _sweeping(store: Store, settings: ServerSettings) -> AsyncIterator[None]:
+async def _sweeping(state: State) -> AsyncIterator[None]:
     """Context in which records are deleted that ended as many days ago as the settings say (0: none is),
     files that have expired, and idempotency keys that are too old."""
+
+    store = state.store
 
     async def sweep() -> None:
         more = False
         while True:
             await asyncio.sleep(_NEXT_SWEEP if more else _SWEEP)
+            settings = state.settings  # which may have changed
             try:
                 more = await store.expire_files() | await store.creations.sweep()
                 for sweep_old, days in (
                     (store.retention.sweep, settings.keep_days),
+                    (store.usage.sweep, settings.keep_usage_days),
+                    (store.audit.sweep, settings.keep_audit_days),
                     (store.responses.sweep, settings.keep_responses_days),
                     (store.chats.sweep, settings.keep_responses_days),
                 ):
@@ -178,6 +204,19 @@ async def _sweeping(store: Store, settings: ServerSettings) -> AsyncIterator[Non
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _adding_up(store: Store) -> AsyncIterator[None]:
+    """Context in which the journal of usage is merged every few seconds, and once at its end."""
+    task = asyncio.create_task(store.usage.run(), name="usage")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(CoserveError):  # the next start merges it
+            await store.usage.merge()
 
 
 @asynccontextmanager

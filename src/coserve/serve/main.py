@@ -13,17 +13,20 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 
 from coserve.errors import CoserveError, EngineLost
 from coserve.serve.app import COMPUTED, create_app, error_shape_of
 from coserve.serve.compose import build_state
 from coserve.serve.http.connections import ConnectionLimits
 from coserve.serve.http.listener import Listener, fastest_loop
+from coserve.serve.http.proxies import networks_of
 from coserve.serve.http.shedding import LoadShedder
-from coserve.serve.settings import ApiStart
+from coserve.serve.settings import ApiStart, ServerSettings, hot_changes
 from coserve.serve.state import State
 from coserve.wire.child import SILENT_SECONDS, SupervisorPipes
-from coserve.wire.control import BEAT_SECONDS, Status
+from coserve.wire.control import BEAT_SECONDS, Status, decode_line
+from coserve.wire.logs import configure_logs
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,6 @@ CHECKPOINT_SECONDS = (
 SWITCH_SECONDS = 0.001
 RECONNECT_SECONDS = 1.0  # for an API that has just started to find the engine that is there
 _OTHER_FILES = 512  # beside connections: the database, uploads, the engine's socket
-_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
@@ -50,14 +52,23 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
         gc.collect()
         gc.freeze()  # objects so far stay: no garbage collection walks them while streams wait
         limits = ConnectionLimits(
-            settings.max_connections, settings.max_connections_address, settings.stall_seconds
+            settings.max_connections,
+            settings.max_connections_address,
+            settings.stall_seconds,
+            proxies=networks_of(settings.trusted_proxies),
         )
         _allow_files(limits.most + _OTHER_FILES)
         shedder = LoadShedder(state.queue, COMPUTED)
         own = socket.socket(fileno=start.listen_fd)
         app = create_app(state)
         await app.state.responses.resume()
-        listener = Listener(app, own, limits, shedder, error_shape_of)
+        pair = settings.ssl_certfile, settings.ssl_keyfile
+        certificate = None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+        listener = Listener(app, own, limits, shedder, error_shape_of, certificate)
+        loop, reload = asyncio.get_running_loop(), Reload(state, listener)
+        pipes.on_line = lambda line: loop.call_soon_threadsafe(reload.take, line)
+        for line in pipes.early:
+            reload.take(line)
         serving = asyncio.create_task(listener.run())
         await listener.started()
         beating = asyncio.create_task(_beat(pipes))
@@ -73,6 +84,35 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
         await serving
         await app.state.responses.close()
         beating.cancel()
+
+
+class Reload:
+    """Takes over settings that the supervisor has read again, and a renewed certificate."""
+
+    def __init__(self, state: State, listener: Listener) -> None:
+        self._state, self._listener = state, listener
+        self._noting: asyncio.Task[None] | None = None
+
+    def take(self, line: bytes) -> None:
+        """Applies a line with the settings; whatever is wrong with it is logged, and changes nothing."""
+        try:
+            settings = decode_line(line, ServerSettings)
+            changed, _ = hot_changes(self._state.settings, settings)
+            self._listener.renew()
+        except CoserveError as error:
+            log.error("nothing is reloaded: %s", error)
+            return
+        self._state.change(replace(self._state.settings, **changed))
+        logging.getLogger().setLevel(self._state.settings.log_level.upper())
+        log.warning("reloaded: %s", ", ".join(changed) or "no setting has changed")
+        if changed:
+            self._noting = asyncio.create_task(self._note(sorted(changed)))
+
+    async def _note(self, names: list[str]) -> None:
+        try:
+            await self._state.store.audit.note("limits.reloaded", ", ".join(names))
+        except CoserveError as error:
+            log.warning("the audit log lacks the reloaded settings: %s", error)
 
 
 async def _beat(pipes: SupervisorPipes) -> None:
@@ -134,7 +174,7 @@ def main(pipes: SupervisorPipes) -> None:
     try:
         start = pipes.start_line(ApiStart)
         sys.setswitchinterval(SWITCH_SECONDS)
-        logging.basicConfig(level=start.settings.log_level.upper(), format=_FORMAT, stream=sys.stderr)
+        configure_logs("api", start.settings.log_level, start.settings.log_json)
         with asyncio.Runner(loop_factory=fastest_loop()) as runner:
             runner.run(serve(start, pipes))
     except CoserveError as error:

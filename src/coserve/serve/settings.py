@@ -6,16 +6,16 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from coserve.config import EngineConfig, StitchedChain
 from coserve.core.request import BASE, POOLINGS, SLO
-from coserve.core.setting import Flag, Range, check_ranges
+from coserve.core.setting import Flag, Hot, Range, check_ranges, noted
 from coserve.errors import ConfigError
 from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
 from coserve.schedule.policies import make_policy
@@ -38,10 +38,13 @@ DEFAULT_SLO: Mapping[str, SLO] = MappingProxyType(
     }
 )
 _HOST = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*|[0-9a-fA-F]*:[0-9a-fA-F:.]*")  # a name or an address
+_URL = re.compile(r"https?://[!-~]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?")
 
 _Count = Annotated[int, Range(1)]
-_Limit = Annotated[int, Range(0)]  # 0: none
+_HotCount = Annotated[int, Range(1), Hot()]
+_HotLimit = Annotated[int, Range(0), Hot()]  # 0: none
+_HotDays = Annotated[float, Range(0), Hot()]
 _Seconds = Annotated[float, Range(0, above=True)]
 
 
@@ -92,6 +95,26 @@ class ServerSettings:
             "--cors-origin",
         ),
     ] = ()
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        Flag(
+            "A proxy's address or network, whose X-Forwarded-For and -Proto count; may be repeated.",
+            "CIDR",
+            "--trusted-proxies",
+        ),
+    ] = ()
+    ssl_certfile: Annotated[
+        Path | None, Flag("Certificate with its chain (PEM), to serve HTTPS; read again at SIGHUP.", "FILE")
+    ] = None
+    ssl_keyfile: Annotated[Path | None, Flag("The certificate's key (PEM).", "FILE")] = None
+    webhook_urls: Annotated[
+        tuple[str, ...],
+        Flag("An address that alerts are posted to; may be repeated.", "URL", "--webhook-url"),
+    ] = ()
+    webhook_secret_file: Annotated[
+        Path | None, Flag("File with the secret that signs them: whsec_ and base64, or text.", "FILE")
+    ] = None
+    webhook_hosts: tuple[str, ...] = ()  # whose addresses need not be public
     tool_format: Annotated[
         str | None,
         Flag("How the model writes calls of tools, where its chat template does not tell.", "NAME"),
@@ -106,27 +129,29 @@ class ServerSettings:
         str,
         Flag("auto: what requests leave out of sampling is as in the model's generation_config.json."),
     ] = "coserve"
-    max_queue: _Count = 1024  # requests waiting, of all tenants; more are answered 429
-    max_queue_tenant: _Count = 256  # requests waiting, of one tenant
-    max_requests_minute: _Limit = 30_000  # of one tenant to /v1, as many at once; 0: any number
-    max_bad_keys_minute: _Limit = 60  # requests without a right key, of one address; 0: any number
-    max_files_tenant: _Count = 1000  # uploaded files and adapters that one tenant keeps
-    max_bytes_tenant: _Count = 50 * 2**30  # of everything that is kept of one tenant: files and records
-    max_records_tenant: _Count = 1_000_000  # of one tenant: jobs, events, sessions, samplers, checkpoints
+    max_queue: _HotCount = 1024  # requests waiting, of all tenants; more are answered 429
+    max_queue_tenant: _HotCount = 256  # requests waiting, of one tenant
+    max_requests_minute: _HotLimit = 30_000  # of one tenant to /v1, as many at once; 0: any number
+    max_bad_keys_minute: _HotLimit = 60  # requests without a right key, of one address; 0: any number
+    max_files_tenant: _HotCount = 1000  # uploaded files and adapters that one tenant keeps
+    max_bytes_tenant: _HotCount = 50 * 2**30  # of everything that is kept of one tenant: files and records
+    max_records_tenant: _HotCount = 1_000_000  # of one tenant: jobs, events, sessions, samplers, checkpoints
     # For records of ended jobs without a model and unused sessions; 0: for ever.
-    keep_days: Annotated[float, Range(0)] = 90.0
-    keep_responses_days: Annotated[float, Range(0)] = (
-        30.0  # and chat completions that are stored; 0: for ever
+    keep_days: _HotDays = 90.0
+    keep_responses_days: _HotDays = 30.0  # and chat completions that are stored; 0: for ever
+    keep_usage_days: Annotated[float, Range(1), Hot()] = 400.0  # for usage by hour
+    keep_audit_days: Annotated[float, Range(1), Hot()] = 400.0  # for the audit log
+    max_idempotency_keys: _HotCount = (
+        10_000  # of one tenant that are remembered; then the oldest is forgotten
     )
-    max_idempotency_keys: _Count = 10_000  # of one tenant that are remembered; then the oldest is forgotten
     idempotency_seconds: _Seconds = 86_400.0  # for which a key of a request that created something is known
-    max_jobs_tenant: _Count = 100  # jobs of one tenant that are not over
+    max_jobs_tenant: _HotCount = 100  # jobs of one tenant that are not over
     max_connections: _Count = 1024  # at once; of those without a request the oldest makes room for a new one
     max_connections_address: _Count = 256  # of one address; this machine may have four times as many
     stall_seconds: _Seconds = 15.0  # for headers to come, and for a body or reader slower than 1 KiB/s
     max_jobs: Annotated[int, Range(1), Flag("Jobs that train at once; more wait.")] = 4
     max_file_bytes: _Count = 512 * 2**20  # largest upload
-    max_n: _Count = 16  # most choices of one request
+    max_n: _HotCount = 16  # most choices of one request
     drain_seconds: Annotated[
         float, Range(0), Flag("What running answers get to finish when the server is stopped.")
     ] = 30.0
@@ -136,7 +161,7 @@ class ServerSettings:
     checkpoint_steps: _Count = 50  # optimizer steps between two checkpoints of a job
     report_to: tuple[str, ...] = ()  # experiment trackers that all jobs are reported to
     report_project: str = "coserve"  # their project or experiment
-    slo: Mapping[str, SLO] = field(default_factory=dict)
+    slo: Annotated[Mapping[str, SLO], Hot()] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
     # An imported engine waits: a restart is seconds faster.
     standby: Annotated[
@@ -144,7 +169,14 @@ class ServerSettings:
     ] = True
     # Of embeddings, by vLLM's names: MEAN of all tokens' hidden states, or the LAST one's.
     pooling_type: Annotated[str, Flag("How /v1/embeddings pools: MEAN or LAST.")] = "MEAN"
-    log_level: Annotated[str, Flag("debug, info, warning or error.")] = "info"
+    log_level: Annotated[str, Flag("debug, info, warning or error."), Hot()] = "info"
+    log_json: Annotated[bool, Flag("Logs as JSON, one object a line.")] = False
+    otel: Annotated[bool, Flag("Send traces of requests and jobs by OpenTelemetry (OTEL_* variables).")] = (
+        False
+    )
+    access_log: Annotated[bool, Flag("Log each request: path, status, seconds, tenant, tokens, version.")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -164,6 +196,20 @@ class ServerSettings:
         if self.generation_config not in ("auto", "coserve"):
             told = f"not {self.generation_config!r}"
             raise ConfigError(f"generation_config must be auto (the model's), or coserve (OpenAI's), {told}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile belong together: one of them is missing")
+        if self.webhook_urls and self.webhook_secret_file is None:
+            raise ConfigError("webhook_urls need a webhook_secret_file, whose secret signs what is sent")
+        for number, url in enumerate(self.webhook_urls, 1):  # which may have a secret in it
+            if not _URL.fullmatch(url):
+                raise ConfigError(f"webhook_urls has no http or https address as its number {number}")
+        for proxy in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(proxy, strict=False)
+            except ValueError as error:
+                raise ConfigError(
+                    f"trusted_proxies has {proxy!r}: expected an address or a network"
+                ) from error
         if self.tool_format is not None:
             named_format(self.tool_format)
         for table, names in (("adapters", self.adapters), ("bases", self.bases)):
@@ -302,6 +348,15 @@ def is_loopback(host: str) -> bool:
     except ValueError:  # a host name: it may mean anything
         return False
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def hot_changes(old: ServerSettings, new: ServerSettings) -> tuple[dict[str, Any], list[str]]:
+    """The values of settings that differ and are hot, and the names of those that differ and are not."""
+    differing = [one.name for one in fields(old) if getattr(old, one.name) != getattr(new, one.name)]
+    hot = noted(ServerSettings, Hot)
+    return {name: getattr(new, name) for name in differing if name in hot}, [
+        name for name in differing if name not in hot
+    ]
 
 
 @dataclass(frozen=True, slots=True)

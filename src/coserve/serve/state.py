@@ -19,6 +19,7 @@ from coserve.serve.training.watch import TrainingWatch
 
 if TYPE_CHECKING:
     from coserve.serve.engine.link import EngineLink
+    from coserve.serve.otel import OtelSpans
     from coserve.serve.settings import ServerSettings
     from coserve.serve.store.store import Store
     from coserve.serve.training.controller import JobController
@@ -52,7 +53,9 @@ class State:
     catalog: Catalog = field(init=False)
     telemetry: Telemetry = field(init=False)
     watch: TrainingWatch = field(init=False)
+    otel: "OtelSpans | None" = None  # where traces are asked for
     draining: bool = field(default=False, init=False)  # new work is refused
+    on_settings: list[Callable[["ServerSettings"], object]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.logprobs = LogprobWriter(self.text)
@@ -61,6 +64,13 @@ class State:
         self.catalog.aliases = self.settings.model_aliases
         self.telemetry = Telemetry(self.queue, self.link, lambda: self.draining)
         self.watch = TrainingWatch(self.metrics, self.queue, self.store, self.telemetry)
+        self.on_settings.append(lambda new: self.queue.limit(new.max_queue, new.max_queue_tenant))
+
+    def change(self, settings: "ServerSettings") -> None:
+        """Takes over new values of settings that are hot; others must be as they were."""
+        self.settings = settings
+        for take in self.on_settings:
+            take(settings)
 
 
 def state_of(request: Request) -> State:

@@ -1,17 +1,20 @@
 """A child's end of the pipes to its supervisor: start line in, status lines and heartbeats out."""
 
+import logging
 import os
 import select
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, TypeVar
 
 from coserve.wire.control import BEAT_SECONDS, Status, decode_line, encode_line
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 ORPHANED: Final = 3  # exit status
 SILENT_SECONDS: Final = (
@@ -46,6 +49,8 @@ class SupervisorPipes:
         self._heard = time.monotonic()
         self._starting = True
         self._ordered = threading.Event()  # the start line has been read
+        self.early: list[bytes] = []  # lines after it that came before `on_line` was set
+        self.on_line: Callable[[bytes], object] = self.early.append
         threading.Thread(target=self._watch, name="supervisor-watch", daemon=True).start()
 
     @property
@@ -96,7 +101,10 @@ class SupervisorPipes:
     def _crash(
         self, kind: type[BaseException], error: BaseException | None, where: TracebackType | None
     ) -> None:
-        traceback.print_exception(kind, error, where)
+        if logging.getLogger().handlers and error is not None:
+            _log.critical("the process ends", exc_info=(kind, error, where))
+        else:
+            traceback.print_exception(kind, error, where)
         sys.stderr.flush()
         self.say(Status("crashed", describe_exception(kind, error, where), kind=kind.__name__))
         os._exit(1)
@@ -114,7 +122,7 @@ class SupervisorPipes:
                 return
 
     def _watch(self) -> None:
-        pipe = select.poll()
+        pipe, line = select.poll(), b""
         while True:
             ordered = self._ordered.is_set()
             pipe.register(self._in, select.POLLIN if ordered else 0)  # not ordered: hang-ups only
@@ -122,9 +130,12 @@ class SupervisorPipes:
             if self._starting:
                 self.beat()
             if ordered and events:
-                if not self._in.read(4096):
+                if not (data := self._in.read(4096)):
                     break
                 self._heard = time.monotonic()
+                *whole, line = (line + data).split(b"\n")
+                for one in filter(None, whole):
+                    self.on_line(one)
             elif any(event & select.POLLHUP for _, event in events):
                 break
         os._exit(ORPHANED)  # sys.exit would end this thread only, and wait for the others

@@ -1,8 +1,9 @@
 """The protocol between the supervisor and its children: lines of JSON on a child's stdin and stdout.
 
 A child's first input line is its start order (`EngineStart`, or the server's `ApiStart`). Then the supervisor
-sends an empty line twice a second; at end of file the supervisor is gone, and the child exits at once. Output
-lines are `Status`. Logging goes to stderr, which the supervisor writes to a file.
+sends an empty line twice a second, and to the API changed settings; at end of file the supervisor is gone,
+and the child exits at once. Output lines are `Status`. Logging goes to stderr, which the supervisor writes to
+a file.
 """
 
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     config: EngineConfig = EngineConfig()
     calibration: str | None = None
     log_level: str = "info"
+    log_json: bool = False
     crash: str = ""
     bases: dict[str, str] = {}
     stitched: dict[str, StitchedChain] = {}

@@ -131,6 +131,13 @@ class PreviewJob(WireMessage, frozen=True):
     shown: int = 0
 
 
+class TraceSteps(WireMessage, frozen=True):
+    """Traces what the engine does for some seconds; a `Reply` with `ref` and `spans` follows."""
+
+    ref: int
+    seconds: float
+
+
 class StopJob(WireMessage, frozen=True):
     """Ends a job's training. With `keep` a checkpoint is written first, to resume from."""
 
@@ -219,8 +226,8 @@ class Drain(WireMessage, frozen=True):
 # alternatives have been loaded on the connection before.
 Command = (
     Request | Cancel | AddAdapter | RemoveAdapter | PinAdapter | CheckMethod | CheckJob | PreviewJob
-    | JobSpec | StopJob | WeighJob | OpenTraining | Forward | StepOptimizer | SaveTraining | LoadTraining
-    | CloseTraining | Acknowledge | Drain
+    | TraceSteps | JobSpec | StopJob | WeighJob | OpenTraining | Forward | StepOptimizer | SaveTraining
+    | LoadTraining | CloseTraining | Acknowledge | Drain
 )  # fmt: skip
 
 # Engine to server
@@ -370,9 +377,17 @@ class JobPreview(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_room: int | None = None
 
 
+class StepSpans(msgspec.Struct, frozen=True, array_like=True):
+    """The spans of a trace: name, thread, start and length in seconds, and rows; and how many had no room."""
+
+    spans: tuple[tuple[str, str, float, float, int], ...]
+    dropped: int
+
+
 class Reply(WireMessage, frozen=True):
     """Outcome of a command with a `ref`. Those of a session say what it came to: a pass its `output`, an
-    optimizer step what was `updated`, others what they are `said` to say; of a job there is a `preview`."""
+    optimizer step what was `updated`, others what they are `said` to say; of a job there is a `preview`,
+    of a trace there are `spans`."""
 
     ref: int
     fault: Fault | None = None
@@ -380,6 +395,7 @@ class Reply(WireMessage, frozen=True):
     updated: Updated | None = None
     said: str = ""
     preview: JobPreview | None = None
+    spans: StepSpans | None = None
 
 
 class JobWaiting(WireMessage, frozen=True):

@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from coserve.core.plan import TrainingSegment
+from coserve.core.step_trace import span
 from coserve.memory.exhausted import together
 from coserve.train.backward import BackwardWindow, backward_layers
 from coserve.train.pause import TrainingPause
@@ -56,6 +57,8 @@ class WindowSlices(ABC, Generic[W]):
 class ForwardSlices(WindowSlices[ForwardWindow]):
     """Windows that go forward: `forward` takes some of them through layers."""
 
+    NAME: ClassVar[str] = "slice forward"
+
     def __init__(
         self,
         windows: Mapping[TrainingSegment, ForwardWindow],
@@ -87,6 +90,8 @@ class ForwardSlices(WindowSlices[ForwardWindow]):
 class TailSlice:
     """One window at the tail, where `run` takes it in one slice."""
 
+    NAME: ClassVar[str] = "slice of the tail"
+
     def __init__(
         self, segment: TrainingSegment, run: Callable[[TrainingSegment], object], short: Shortages
     ) -> None:
@@ -110,6 +115,8 @@ class TailSlice:
 
 class BackwardSlices(WindowSlices[BackwardWindow]):
     """Windows that go back; those of several jobs at one layer pass it in groups of at most `rows` rows."""
+
+    NAME: ClassVar[str] = "slice back"
 
     def __init__(
         self,
@@ -142,7 +149,12 @@ def run_slices(ways: Iterator[Sliced], layers: int, pause: TrainingPause) -> lis
     passed."""
     done: list[TrainingSegment] = []
     for way in ways:
-        is_through = all(not pause.is_due and pause.ran(run) for run in way.slices(layers))
+        is_through = True
+        for run in way.slices(layers):
+            with span(way.NAME):
+                is_through = not pause.is_due and pause.ran(run)
+            if not is_through:
+                break
         done += way.end()
         if not is_through or pause.is_due:  # what would go another way is not even looked up
             break

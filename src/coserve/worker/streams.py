@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from coserve.core.plan import BasePlan, Sampled, TrainingSegment
+from coserve.core.step_trace import is_tracing, span
 from coserve.worker.timer import DeviceTimer
 
 T = TypeVar("T")
@@ -68,7 +69,8 @@ class Streams:
         way. Returns tokens, the finished training not yet returned, whether training that was asked for has
         ended before all of it ran, and the seconds that answers and this training took beside each other."""
         if plan.share is None:
-            sampled, fused = self.answer(plan)
+            with _pass_span(plan):
+                sampled, fused = self.answer(plan)
             self._note(plan.training, fused + self.train(plan))
             answering = 0.0
         else:
@@ -126,6 +128,16 @@ class Streams:
 
     def _timed(self, work: Callable[[BasePlan], T], plan: BasePlan) -> tuple[T, DeviceTimer]:
         timer = DeviceTimer(self._device)
-        done = work(plan)
+        with _pass_span(plan) if work is self.answer else nullcontext():
+            done = work(plan)
         timer.stop()
         return done, timer
+
+
+def _pass_span(plan: BasePlan) -> AbstractContextManager[None]:
+    """The span of a plan's passes of answers, by what is in them."""
+    if not is_tracing() or not plan.inference:
+        return nullcontext()
+    lengths = [segment.length for segment in plan.inference]
+    kinds = ("decode", any(one == 1 for one in lengths)), ("prompts", any(one > 1 for one in lengths))
+    return span(" and ".join(name for name, there in kinds if there), sum(lengths))

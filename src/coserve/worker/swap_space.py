@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coserve.adapters.paging.reader import own_thread
 from coserve.core.plan import STAGED, BasePlan, CopyKind, Moved, SwapIn, SwapOut
+from coserve.core.step_trace import span
 from coserve.errors import CoserveError
 from coserve.memory.exhausted import is_out_of_memory
 from coserve.streamed.files import PAGE
@@ -184,7 +185,8 @@ class SwapSpace:
             with torch.cuda.stream(self._stream):  # does nothing without one
                 if self._stream is not None and staged is not None:
                     self._stream.wait_event(staged)
-                rows = work()
+                with span("copy of pages"):
+                    rows = work()
                 if self._stream is not None:
                     self._stream.synchronize()
             return rows

@@ -23,6 +23,7 @@ from coserve.core.plan import (
     TrainingSegment,
     WeightReads,
 )
+from coserve.core.step_trace import span
 from coserve.errors import CoserveError, TogetherFailed
 from coserve.executors.executor import CloseSession, Command, ExecutorSpec, R, RestartStep
 from coserve.memory.exhausted import failing_alone
@@ -164,7 +165,8 @@ class Worker:
                 time.sleep(min(plan.idle, _NAP))
             self.table.keep_states(plan.states)
             outputs = self._training.outputs(trained)
-            updated, failed = self._training.update(plan.updates)
+            with span("optimizer steps", len(plan.updates)) if plan.updates else nullcontext():
+                updated, failed = self._training.update(plan.updates)
             if not self._streams.is_training:  # else rows of failed jobs may still run beside answers
                 failed |= self._short.take()
             self._failed |= failed.keys()

@@ -18,9 +18,11 @@ OTHERS = {
     "device": "cuda:1", "dtype": "float32", "quantize": "8bit", "memory": "1GiB", "base_memory": "1GiB",
     "host_memory": "1GiB", "adapter_memory": "64MiB", "swap_space": "0", "cache_dtype": "int8",
     "policy": "adaptive", "cluster": "tcp:h:1",
+    "ssl_certfile": "/c", "ssl_keyfile": "/k", "webhook_secret_file": "/w",
     "log_level": "debug", "host": "::1", "name": "n", "state": "/s", "adapter_root": "/a",
     "tool_format": "hermes", "generation_config": "auto", "pooling_type": "last",
 }  # fmt: skip
+PAIR = ("ssl_certfile", "ssl_keyfile")  # which go with one another alone
 OF_TYPE: dict[Any, str] = {int: "7", float: "7.5", tuple: "a.example"}
 
 
@@ -42,7 +44,13 @@ def test_each_flag_reaches_its_setting(kind: type, tmp_path: Path, monkeypatch: 
             value = OTHERS.get(field) or OF_TYPE[get_origin(hint) or hint]
             if field == "cors_origins":
                 value = "http://a.example"
-            given = [name, value]
+            if field == "trusted_proxies":
+                value = "10.0.0.0/8"
+            if field == "webhook_urls":
+                value = "http://a.example"
+            given = [name, value] + (["--webhook-secret-file=/w"] if field == "webhook_urls" else [])
+            if field in PAIR:
+                given += [f"--{other.replace('_', '-')}=/p" for other in PAIR if other != field]
             wanted = json.loads(value) if value[0] == "7" else [value] if get_origin(hint) is tuple else value
         result = CliRunner().invoke(app, ["serve", "--show-config", *given])
         assert result.exit_code == 0, result.output

@@ -16,6 +16,7 @@ from coserve.serve.settings import ServerSettings
 SERVER: Final = ServerSettings("coserve-tiny", Path("state"))
 _ABOVE_0: Final = (0.0, 5e-324, 1e300)  # refused, then the least and a large one
 _FROM_0: Final = (-5e-324, 0.0, 1e300)
+_FROM_1: Final = (0.9, 1.0, 1e300)
 _COUNT: Final = (0, 1, 10**12)
 _LIMIT: Final = (-1, 0, 10**12)
 RANGES: Final = {
@@ -30,6 +31,8 @@ RANGES: Final = {
         "max_records_tenant": _COUNT,
         "keep_days": _FROM_0,
         "keep_responses_days": _FROM_0,
+        "keep_usage_days": _FROM_1,
+        "keep_audit_days": _FROM_1,
         "max_idempotency_keys": _COUNT,
         "idempotency_seconds": _ABOVE_0,
         "max_jobs_tenant": _COUNT,

@@ -9,10 +9,12 @@ from typing import Final, TypeAlias
 
 from coserve.core.request import FinishReason
 from coserve.errors import EngineLost
-from coserve.serve.answering.call import Call
+from coserve.serve.answering.call import Call, CallMeter, CallUsage
 from coserve.serve.answering.fair import Ticket
 from coserve.serve.answering.timing import AnswerTiming
 from coserve.serve.state import State
+from coserve.serve.store.usage import Used
+from coserve.wire.logs import context
 from coserve.wire.messages import Token
 from coserve.wire.scores import NONE, Scores
 
@@ -54,9 +56,31 @@ async def answer(state: State, call: Call) -> PieceStream:
     """
     with state.catalog.use(call.model), tickets_of(state, call) as tickets:
         one_by_one = [_one(state, call, index, ticket) for index, ticket in enumerate(tickets)]
-        async with aclosing(merged(one_by_one)) as pieces:
-            async for piece in pieces:
-                yield piece
+        meter = CallMeter(call)
+        try:
+            async with aclosing(merged(one_by_one)) as pieces:
+                async for piece in pieces:
+                    meter.take(piece.index, len(piece.tokens), piece.cached)
+                    yield piece
+        finally:
+            account(state, call, meter.usage())
+
+
+def account(state: State, call: Call, usage: CallUsage) -> None:
+    """Counts a call that is over, in the usage of its tenant and in the context of its request. Of one that
+    ended early its tokens so far are counted; of one without any, nothing."""
+    if not usage.read:
+        return
+    version = call.model.key or ""
+    used = Used(1, usage.read, usage.cached, usage.written)
+    state.store.usage.add(call.tenant.id, call.model.name, version, used)
+    if state.otel is not None:
+        state.otel.call(call, usage)
+    work = context()
+    work.answer, work.version = call.asked.id, version or call.model.name
+    work.prompt_tokens += usage.read
+    work.cached_tokens += usage.cached
+    work.completion_tokens += usage.written
 
 
 @contextmanager

@@ -70,6 +70,30 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class CallMeter:
+    """Counts the tokens of a call while its answers come. A prompt counts once one of its answers has a
+    token."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._cached = dict[int, int]()  # by answer
+        self.written = 0
+
+    def take(self, index: int, tokens: int, cached: int) -> None:
+        """Counts a piece of answer `index`."""
+        self._cached[index] = self._cached.get(index, 0) + cached
+        self.written += tokens
+
+    def usage(self) -> "CallUsage":
+        """The tokens that were read and written so far."""
+        by_prompt = dict[int, int]()
+        for index, cached in self._cached.items():
+            prompt = index // self._call.choices
+            by_prompt[prompt] = min(cached, by_prompt.get(prompt, cached))
+        read = sum(len(self._call.prompts[prompt]) for prompt in by_prompt)
+        return CallUsage(read, self.written, sum(by_prompt.values()))
+
+
 class CallUsage(msgspec.Struct, frozen=True):
     """Tokens of a call that were read and written; `cached` of those read were in the cache already."""
 

@@ -6,8 +6,8 @@ from contextlib import aclosing
 
 from coserve.core.request import FinishReason
 from coserve.errors import EngineLost
-from coserve.serve.answering.answers import tickets_of
-from coserve.serve.answering.call import Call
+from coserve.serve.answering.answers import account, tickets_of
+from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.answering.fair import Ticket
 from coserve.serve.answering.meter import AnswerMeter
 from coserve.serve.answering.timing import AnswerTiming
@@ -22,7 +22,9 @@ async def embed(state: State, call: Call) -> list[bytes]:
     with state.catalog.use(call.model), tickets_of(state, call) as tickets:
         tasks = [asyncio.create_task(_one(state, call, at, ticket)) for at, ticket in enumerate(tickets)]
         try:
-            return await asyncio.gather(*tasks)
+            found = await asyncio.gather(*tasks)
+            account(state, call, CallUsage(sum(map(len, call.prompts)), 0, 0))
+            return found
         finally:
             for task in tasks:
                 task.cancel()

@@ -97,6 +97,10 @@ class FairQueue:
         self.waiting = 0
         self.inside = 0
 
+    def limit(self, most: int, most_tenant: int) -> None:
+        """Changes how many sequences may wait, of all tenants and of one. Those that wait already stay."""
+        self._most, self._most_tenant = most, most_tenant
+
     def resize(self, running: int) -> None:
         """Sets the number of sequences that the engine runs at once; a few more are admitted, to fill
         gaps."""

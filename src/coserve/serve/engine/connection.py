@@ -19,6 +19,7 @@ from coserve.wire.messages import (
     RemoveAdapter,
     Reply,
     SessionCommand,
+    TraceSteps,
 )
 
 
@@ -53,6 +54,7 @@ class EngineConnection:
         | CheckMethod
         | CheckJob
         | PreviewJob
+        | TraceSteps
         | SessionCommand,
     ) -> asyncio.Future[Reply]:
         """Sends a command with a reply; the future completes with it. It raises the engine's error, or

@@ -40,7 +40,9 @@ from coserve.wire.messages import (
     RemoveAdapter,
     Reply,
     Report,
+    StepSpans,
     Token,
+    TraceSteps,
 )
 
 log = logging.getLogger(__name__)
@@ -192,6 +194,17 @@ class EngineLink:
             ) from None
         finally:
             self.probation.left(item)
+
+    async def trace(self, seconds: float) -> StepSpans:
+        """Has the engine trace its steps for so long. Raises ConflictError where it does already, and
+        EngineLost where it dies meanwhile."""
+        await self.wait_ready()
+        try:
+            reply = await self._current().ask(TraceSteps(next(self._refs), seconds))
+        except ConnectionError as error:
+            raise EngineLost("the engine ended while its steps were traced") from error
+        assert reply.spans is not None, "a trace has spans"
+        return reply.spans
 
     def send(self, command: Command) -> None:
         """Sends a command. Without an engine it is dropped: `news.on_connect` is the place to send it

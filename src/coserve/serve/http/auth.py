@@ -19,11 +19,12 @@ from coserve.serve.store import keys
 from coserve.serve.store.logins import is_cookie, is_token
 from coserve.serve.store.records import Tenant
 from coserve.serve.store.tenants import LOCAL
+from coserve.wire.logs import context
 
 _API = ("/v1/", "/api/v1/")  # every path below these needs a tenant
 _OPEN = "/api/v1/healthz"  # but this one
 # These too: they show all tenants, or the server itself, or compute.
-_INSIDE = ("/metrics", "/docs", "/openapi.json", "/tokenize", "/detokenize")
+_INSIDE = ("/metrics", "/trace", "/docs", "/openapi.json", "/tokenize", "/detokenize")
 _PAGE = "/web/api/"  # what the page asks for, beside the API
 COOKIE = "coserve_login"
 TOKEN_HEADER = "x-coserve-token"
@@ -52,6 +53,10 @@ class Authentication:
                 await refusal.response()(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
+            work, secret = context(), secret_of(HTTPConnection(scope))
+            work.tenant = tenant.name
+            if secret is not None and tenant is not LOCAL:
+                work.key = keys.prefix_of(secret)
         await self.app(scope, receive, send)
 
     async def _tenant(self, request: HTTPConnection) -> Tenant:

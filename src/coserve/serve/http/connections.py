@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from coserve.core.owners import LOOPBACK, owner_of
 from coserve.serve.errors import OPENAI, ApiError, ErrorShape, openai_shape
 from coserve.serve.http.middleware import new_request_id
+from coserve.serve.http.proxies import Network, address_in, is_trusted
 from coserve.serve.http.shedding import LoadShedder, path_of
 
 _LEAST_RATE: Final = 1024  # bytes per second of a body on its way in, or of an answer on its way out
@@ -36,6 +37,7 @@ class ConnectionLimits:
     most_address: int = 256  # of one address that is not this machine's
     stall_seconds: float = 15.0  # for all headers; and without 1 KiB/s of a body, or of an answer being read
     idle_seconds: float = 75.0  # between two requests
+    proxies: tuple[Network, ...] = ()  # that may have all connections
 
 
 class Connections:
@@ -61,6 +63,9 @@ class Connections:
         """Adds a connection, closing an idle one if there is no room; False if there is still none."""
         owner = owner_of(host)
         share = self.limits.most_address * (_LOOPBACK_SHARE if owner == LOOPBACK else 1)
+        address = address_in(host or "") if self.limits.proxies else None
+        if address is not None and is_trusted(address, self.limits.proxies):
+            share = self.limits.most
         if self._count[owner] >= share and not self._make_room(owner):
             return False
         if len(self._open) >= self.limits.most and not self._make_room(None):

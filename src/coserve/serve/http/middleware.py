@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.serve.answering.cost import MOST_HEADER_BYTES, MOST_URL_BYTES
 from coserve.serve.errors import ApiError, ErrorShape, openai_shape
+from coserve.wire.logs import CONTEXT, WorkContext
 
 _LONGEST_ID = 128
 
@@ -29,6 +30,8 @@ class RequestIds:
             return
         request_id, shape = _given_id(scope) or new_request_id(), self._shape_of(scope["path"])
         scope.setdefault("state", {}).update(request_id=request_id, error_shape=shape)
+        address = scope["client"][0] if scope.get("client") else ""
+        before = CONTEXT.set(WorkContext(request_id, address=address))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -37,7 +40,10 @@ class RequestIds:
                     headers.setdefault(name, request_id)
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            CONTEXT.reset(before)
 
 
 def new_request_id() -> str:

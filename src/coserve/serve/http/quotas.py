@@ -27,14 +27,14 @@ _PIECE = 2**20  # bytes of a body of unknown length between two looks at its ten
 class RequestRate:
     """Answers 429 to tenants beyond their request rate, for any route."""
 
-    def __init__(self, app: ASGIApp, rates: TokenBuckets, most: int) -> None:
-        self.app, self._rates, self._most = app, rates, most
+    def __init__(self, app: ASGIApp, rates: TokenBuckets) -> None:
+        self.app, self._rates = app, rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         counts = scope["type"] == "http" and scope["path"].startswith(_COUNTED)
         tenant = scope.get("state", {}).get("tenant") if counts else None
         if tenant is not None and (wait := self._rates.take(tenant.id)):
-            refusal = too_often(f"You send more than {self._most} requests in a minute", wait)
+            refusal = too_often(f"You send more than {self._rates.most} requests in a minute", wait)
             await refusal.response()(scope, receive, send)
             return
         await self.app(scope, receive, send)

@@ -20,9 +20,14 @@ class TokenBuckets:
     def __init__(
         self, most: int, clock: Callable[[], float] = monotonic, entries: int = _MOST_ENTRIES
     ) -> None:
-        self._pause = _MINUTE / most if most else 0.0  # seconds between two tokens
+        self.limit(most)
         self._clock, self._entries = clock, entries
         self._full_at: OrderedDict[str, float] = OrderedDict()
+
+    def limit(self, most: int) -> None:
+        """Changes the number of tokens of each bucket. What is in them is counted by the new pause."""
+        self.most = most
+        self._pause = _MINUTE / most if most else 0.0  # seconds between two tokens
 
     def __len__(self) -> int:
         return len(self._full_at)

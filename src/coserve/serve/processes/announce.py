@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from coserve.serve.settings import ServerSettings
+from coserve.wire.logs import JsonFormatter, TextFormatter
 
 NAME = "coserve.supervisor"
+_LEVELS = {"yellow": logging.WARNING, "red": logging.ERROR}  # of lines by their style
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # with the address at which this machine reaches itself
 
 
@@ -24,15 +26,18 @@ class _SupervisorLog(WatchedFileHandler):
 
 
 class Announcer:
-    """Writes each line to the console and to `<logs>/supervisor.log`."""
+    """Writes each line to the console and to `<logs>/supervisor.log`, to both as JSON where that is asked
+    for."""
 
-    def __init__(self, console: Console, logs: Path) -> None:
-        self._console = console
+    def __init__(self, console: Console, logs: Path, as_json: bool = False) -> None:
+        self._console, self._as_json = console, as_json
         self._logger = logging.getLogger(NAME)
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False
         self._handler = _SupervisorLog(logs / "supervisor.log", encoding="utf-8")
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        text = TextFormatter("%(asctime)s %(message)s")
+        self._formatter = JsonFormatter("supervisor") if as_json else text
+        self._handler.setFormatter(self._formatter)
         self._logger.addHandler(self._handler)
 
     def close(self) -> None:
@@ -42,9 +47,14 @@ class Announcer:
 
     def say(self, line: str, style: str = "") -> None:
         # Text, not markup: a path may hold square brackets. Soft: a pipe has no width to fold at.
+        level = _LEVELS.get(style, logging.INFO)
+        shown = Text(line, style)
+        if self._as_json:
+            record = self._logger.makeRecord(NAME, level, "", 0, line, (), None)
+            shown = Text(self._formatter.format(record))
         with suppress(OSError):  # a terminal that has closed
-            self._console.print(Text(line, style), soft_wrap=True)
-        self._logger.info(line)
+            self._console.print(shown, soft_wrap=True)
+        self._logger.log(level, "%s", line)
 
     def quote(self, lines: Sequence[str]) -> None:
         """Writes lines of a log, indented."""
@@ -57,7 +67,7 @@ class Announcer:
 
     def ready(self, settings: ServerSettings, listener: socket.socket, seconds: float) -> None:
         """Announces the model and the URL, once requests are answered."""
-        url = url_of(listener)
+        url = url_of(listener, settings.ssl_certfile is not None)
         self.say(f"coserve: {settings.base_name} on {url}", "bold")
         rows = [("openai base url", f"{url}/v1")]
         host, port = listener.getsockname()[:2]
@@ -76,8 +86,9 @@ class Announcer:
         self.say(f"ready in {seconds:.1f} s; Ctrl-C stops it", "bold green")
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, has_tls: bool = False) -> str:
     """URL at which clients on this machine reach a listening socket."""
     host, port = listener.getsockname()[:2]
     host = ANY_ADDRESS.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if has_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

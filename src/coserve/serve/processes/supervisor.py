@@ -22,13 +22,13 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from coserve.errors import ConfigError, ServerError
+from coserve.errors import ConfigError, CoserveError, ServerError
 from coserve.serve.processes.announce import Announcer, url_of
 from coserve.serve.processes.claim import Claim, Running, claim_state
 from coserve.serve.processes.process import ChildProcess, ProcessEnd
 from coserve.serve.processes.restarts import RestartPolicy, Restarts
 from coserve.serve.processes.watchdog import LOOK_SECONDS, Watchdog
-from coserve.serve.settings import ApiStart, ServerSettings
+from coserve.serve.settings import ApiStart, ServerSettings, hot_changes
 from coserve.serve.store.durable import sweep_checkpoints
 from coserve.serve.store.private import OWNER_ONLY
 from coserve.wire.control import EngineStart, encode_line
@@ -56,8 +56,9 @@ def serve(
     console: Console,
     commands: Commands = Commands(),
     policy: RestartPolicy = RestartPolicy(),
+    read_settings: Callable[[], ServerSettings] | None = None,
 ) -> int:
-    """Serves until a signal ends it, and returns the exit status.
+    """Serves until a signal ends it, and returns the exit status. SIGHUP has `read_settings` called.
 
     Raises StateInUse, ConfigError where the address is unavailable, and ServerError where a child cannot be
     started or keeps dying.
@@ -68,9 +69,9 @@ def serve(
         listener = stack.enter_context(listen(settings.host, settings.port))
         sweep_checkpoints(settings.state)
         settings.logs.mkdir(exist_ok=True)
-        announcer = Announcer(console, settings.logs)
+        announcer = Announcer(console, settings.logs, settings.log_json)
         stack.callback(announcer.close)
-        supervisor = Supervisor(settings, listener, claim, announcer, commands, policy)
+        supervisor = Supervisor(settings, listener, claim, announcer, commands, policy, read_settings)
         return asyncio.run(supervisor.run())
 
 
@@ -96,7 +97,10 @@ class Supervisor:
         announcer: Announcer,
         commands: Commands = Commands(),
         policy: RestartPolicy = RestartPolicy(),
+        read_settings: Callable[[], ServerSettings] | None = None,
     ) -> None:
+        self._read_settings = read_settings
+        self._reloading = asyncio.Lock()
         self._settings = settings
         self._listener = listener
         self._claim = claim
@@ -162,11 +166,10 @@ class Supervisor:
                 task.add_done_callback(self._aborts.discard)
 
     async def _keep_api(self) -> None:
-        start = encode_line(ApiStart(self._settings, self._listener.fileno()))
         record = Restarts(self._policy)
         while True:
             self._api = await self._spawn("API", self._commands.api, (self._listener.fileno(),))
-            self._api.tell(start)
+            self._api.tell(encode_line(ApiStart(self._settings, self._listener.fileno())))
             await self._live(self._api, record)
 
     async def _keep_engine(self) -> None:
@@ -179,6 +182,7 @@ class Supervisor:
             config=replace(settings.engine, scratch=settings.engine.scratch or str(settings.scratch)),
             calibration=str(settings.calibration),
             log_level=settings.log_level,
+            log_json=settings.log_json,
             bases=dict(settings.bases),
             stitched={
                 name: replace(
@@ -322,7 +326,7 @@ class Supervisor:
         self._claim.note(
             Running(
                 pid=os.getpid(),
-                url=url_of(self._listener),
+                url=url_of(self._listener, self._settings.ssl_certfile is not None),
                 api=ready.get("API", 0),
                 engine=ready.get("engine", 0),
                 standby=ready.get("standby engine", 0),
@@ -384,8 +388,31 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._hear_signal)
-        # SIGHUP does not end the server: a terminal that closes, or log rotation, which needs no signal here.
-        loop.add_signal_handler(signal.SIGHUP, self._out.say, "SIGHUP: the server goes on (SIGTERM stops it)")
+        # A terminal that closes sends it, too: the server goes on.
+        loop.add_signal_handler(signal.SIGHUP, self._hear_hangup)
+
+    def _hear_hangup(self) -> None:
+        task = asyncio.create_task(self._reload())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _reload(self) -> None:
+        """Reads the settings again and tells the API those that can change now."""
+        async with self._reloading:
+            try:
+                read = self._read_settings
+                settings = self._settings if read is None else await asyncio.to_thread(read)
+            except CoserveError as error:
+                self._out.say(f"SIGHUP: nothing is reloaded: {error}", "red")
+                return
+            changed, cold = hot_changes(self._settings, settings)
+            self._settings = replace(self._settings, **changed)
+            if self._api is not None:
+                self._api.tell(encode_line(self._settings))
+            told = f"SIGHUP: reloaded {', '.join(changed) or 'no setting, as none has changed'}"
+            if cold:
+                told += f"; only a restart changes {', '.join(cold)}"
+            self._out.say(told, "yellow" if cold else "")
 
     def _hear_signal(self) -> None:
         (self._hard_stop if self._stop.is_set() else self._stop).set()

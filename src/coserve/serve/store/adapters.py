@@ -2,15 +2,17 @@
 
 import asyncio
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy import BindParameter, ColumnElement, Select, and_, bindparam, delete, or_, select, update
+from sqlalchemy import BindParameter, ColumnElement, Select, and_, bindparam, delete, or_, select
 from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
+from coserve.serve.store.audit import note_action
 from coserve.serve.store.creations import CreationStore, Note
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.durable import RESUMING
@@ -113,6 +115,9 @@ class AdapterStore:
         if not add_adapter(session, adapter):
             return False
         note(session, f"/v1/models/{adapter.name}")
+        note_action(
+            session, adapter.created, "adapter.created", adapter.name, adapter.tenant or "", adapter.id
+        )
         return True
 
     async def share(self, shared: Sequence[Adapter]) -> None:
@@ -154,8 +159,15 @@ class AdapterStore:
 
     async def pin(self, id: str, pinned: bool) -> None:
         """Stores whether an adapter is pinned."""
-        changed = update(Adapter).where(Adapter.id == id).values(pinned=pinned)
-        await self._database.write(lambda session: session.execute(changed))
+
+        def write(session: Session) -> None:
+            found = session.scalar(select(Adapter).where(Adapter.id == id))
+            if found is not None and found.pinned != pinned:
+                found.pinned = pinned
+                action = "adapter.pinned" if pinned else "adapter.unpinned"
+                note_action(session, int(time.time()), action, found.name, found.tenant or "", id)
+
+        await self._database.write(write)
 
     async def _all(self, wanted: ColumnElement[bool]) -> tuple[Adapter, ...]:
         found = select(Adapter).where(wanted).order_by(Adapter.number)
@@ -184,6 +196,7 @@ def _remove(session: Session, tenant: str, name: str) -> Adapter | None:
         if user is not None:
             raise ConflictError(f"{name} {what.format(user)}: wait for its end, or cancel it")
     session.delete(found)
+    note_action(session, int(time.time()), "adapter.deleted", name, tenant, found.id)
     return found
 
 

@@ -9,6 +9,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -68,7 +69,8 @@ class Database:
 
         Cancelling the caller does not undo it.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._writer, _run, self._writes, work)
+        run = copy_context().run  # the caller's, for the audit log
+        return await asyncio.get_running_loop().run_in_executor(self._writer, run, _run, self._writes, work)
 
     def close(self) -> None:
         """Waits for running transactions and closes the file."""

@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL, UNFINISHED
 from coserve.errors import ConflictError
+from coserve.serve.store.audit import note_action
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.quotas import Quotas
@@ -34,6 +35,8 @@ class FileStore:
         def write(session: Session) -> None:
             self._quotas.check_storage(session, file.tenant, file.bytes)
             session.add(file)
+            details = f"{file.purpose}, {file.bytes} bytes"
+            note_action(session, int(self._clock()), "file.created", file.id, file.tenant, details)
             note(session, f"/v1/files/{file.id}")
 
         await self._database.write(write)
@@ -73,6 +76,7 @@ class FileStore:
             if user is not None:
                 raise ConflictError(f"{id} is read by the job {user}: wait for its end, or cancel it")
             session.delete(file)
+            note_action(session, int(self._clock()), "file.deleted", file.id, tenant)
             return file
 
         return await self._database.write(write)

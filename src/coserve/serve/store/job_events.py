@@ -22,6 +22,7 @@ from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, fail_job, job_in
 from coserve.serve.store.quotas import bytes_in
 from coserve.serve.store.records import Adapter, CheckpointRecord, Event, File, JobRecord, NewsMark
+from coserve.serve.store.usage import note_trained
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep, JobWaiting
 
 OfStep = TypeVar("OfStep", Event, CheckpointRecord)
@@ -93,11 +94,11 @@ class JobEventStore:
             if event is None:
                 event = Event(new_id("ftevent"), job.id, now, "info", "", "metrics", step=news.step)
                 session.add(event)
-            elif event.data is not None:  # a step that is repeated
-                job.trained_tokens -= event.data["tokens"]
+            repeated = 0 if event.data is None else event.data["tokens"]
             event.message, event.data = _line(news, job.steps), _figures(news, job.steps)
             job.step, job.stepped = news.step, self._clock()
-            job.trained_tokens += news.tokens
+            job.trained_tokens += news.tokens - repeated
+            note_trained(session, now, job.tenant, job.model, news.tokens - repeated)
             job.pace = news.seconds if job.pace is None else job.pace + _PACE * (news.seconds - job.pace)
 
         await self._take(mark, news.job, write)

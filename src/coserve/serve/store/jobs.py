@@ -8,12 +8,15 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL, UNFINISHED, JobStatus
 from coserve.errors import ConflictError
+from coserve.serve.store.audit import note_action
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.files import lasting
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Page
+
+_ASKED_FOR: Final = (JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.CANCELLED)  # others are the server's doing
 
 
 class JobStore:
@@ -37,7 +40,9 @@ class JobStore:
                 raise ConflictError(f"{min(gone)} was deleted or expired while the job was being created")
             session.add(job)
             session.flush()  # before the event that names it
-            add_event(session, job, int(self._clock()), message)
+            now = int(self._clock())
+            add_event(session, job, now, message)
+            note_action(session, now, "job.created", job.id, job.tenant, job.model)
             note(session, f"/v1/fine_tuning/jobs/{job.id}")
             self._quotas.check_kept(session, job.tenant)
 
@@ -53,6 +58,10 @@ class JobStore:
         wanted = JobRecord.tenant == tenant, JobRecord.status.not_in(FINAL)
         found = select(func.count()).select_from(JobRecord).where(*wanted)
         return await self._database.read(lambda session: session.scalars(found).one())
+
+    async def of_any(self, id: str) -> JobRecord | None:
+        """The job with this id, of any tenant."""
+        return await self._database.read(lambda session: job_in(session, id))
 
     async def page(
         self,
@@ -137,6 +146,8 @@ class JobStore:
                 found.finished = now if status.is_final else found.finished
                 if message is not None:
                     add_event(session, found, now, message)
+                if status in _ASKED_FOR:
+                    note_action(session, now, f"job.{status}", found.id, found.tenant)
             return found
 
         return await self._database.write(write)

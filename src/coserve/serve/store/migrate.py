@@ -17,12 +17,32 @@ from coserve.serve.store.records import TableRow
 _FOLDER: Final = Path(__file__).parent / "migrations"
 
 
+def known_revisions() -> tuple[str, ...]:
+    """The shapes of a database that this version knows, the newest first."""
+    return tuple(script.revision for script in _scripts().walk_revisions())
+
+
+def head_revision() -> str:
+    """The shape of a database that this version makes."""
+    return known_revisions()[0]
+
+
+def pending(current: str | None) -> list[tuple[str, str]]:
+    """The migrations that a database of this shape lacks, in order: their shapes, and what they are for."""
+    newer = list(_scripts().iterate_revisions("head", current or "base"))
+    return [(script.revision, (script.doc or "").partition("\n")[0]) for script in newer[::-1]]
+
+
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory(str(_FOLDER), version_locations=[str(_FOLDER)])
+
+
 def migrate(connection: Connection, name: str) -> None:
     """Runs the migrations that a database lacks, all or none; errors call the database `name`.
 
     Raises StateError for a database of a newer coserve.
     """
-    scripts = ScriptDirectory(str(_FOLDER), version_locations=[str(_FOLDER)])
+    scripts = _scripts()
     known = {script.revision for script in scripts.walk_revisions()}
     try:
         current = MigrationContext.configure(connection).get_current_revision()

@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import JobStatus
 from coserve.serve.store.adapters import AdapterStore
+from coserve.serve.store.audit import note_action
 from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, fail_job, job_in
@@ -61,6 +62,7 @@ class QuarantineStore:
             if found is None:
                 return None
             session.delete(found)
+            note_action(session, int(self._clock()), "quarantine.released", found.subject, found.tenant or "")
             job = job_in(session, found.subject) if found.kind == "job" else None
             if job is not None and job.status == JobStatus.FAILED:
                 job.status, job.finished, job.error = JobStatus.PAUSED, None, None

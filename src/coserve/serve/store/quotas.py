@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from sqlalchemy import func, select
@@ -16,7 +16,7 @@ UPLOADED = ("fine-tune", "batch", "evals")  # purposes of uploads
 _HOW = "delete some (DELETE /v1/files/ID, DELETE /v1/models/NAME) before you upload more."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Quotas:
     """A tenant's limits, checked in the transaction that adds something, so that concurrent requests cannot
     exceed them together.
@@ -33,6 +33,11 @@ class Quotas:
     rows: int = sys.maxsize  # of everything that is kept: names, events and other records without files
     creations: int = 10_000  # idempotency keys that are remembered, the newest
     creation_seconds: float = 86_400.0  # for which they are
+
+    def change(self, other: "Quotas") -> None:
+        """Takes over the limits of another one; what is kept beyond them stays."""
+        for limit in fields(self):
+            setattr(self, limit.name, getattr(other, limit.name))
 
     def check_storage(self, session: Session, tenant: str, size: int, number: int = 1) -> None:
         """Raises QuotaExceeded where `number` more uploads of `size` bytes in all have no room."""

@@ -544,6 +544,54 @@ class TenantRows(TableRow):
     bytes: Mapped[int]
 
 
+class UsageRecord(TableRow):
+    """Usage of one tenant in one hour (Unix seconds of its start), by one key (its prefix) and version of a
+    model; texts are empty where there is none. `kept_bytes` is the most that was kept of the tenant in the
+    hour, in a row of its own."""
+
+    __tablename__ = "usage"
+    __table_args__ = (Index("usage_of_tenant", "tenant", "hour"),)
+
+    hour: Mapped[int] = mapped_column(primary_key=True)
+    tenant: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    model: Mapped[str] = mapped_column(primary_key=True)
+    version: Mapped[str] = mapped_column(primary_key=True)
+    requests: Mapped[int]
+    input_tokens: Mapped[int]
+    cached_tokens: Mapped[int]
+    output_tokens: Mapped[int]
+    trained_tokens: Mapped[int]
+    kept_bytes: Mapped[int]
+
+
+class MergedSegment(TableRow):
+    """The number of the last segment of the usage journal whose lines are in the table of usage."""
+
+    __tablename__ = "usage_merged"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    segment: Mapped[int]
+
+
+class AuditRecord(Record):
+    """Something that was done to a `subject` of a `tenant` (its id; empty for the server's own): who did it,
+    with which key (its prefix), from where and in which request. Rows are never changed."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index("audit_of_tenant", "tenant", "number"),)
+
+    time: Mapped[int] = mapped_column(index=True)
+    actor: Mapped[str]
+    action: Mapped[str]
+    subject: Mapped[str]
+    tenant: Mapped[str]
+    key: Mapped[str]
+    address: Mapped[str]
+    request_id: Mapped[str]
+    details: Mapped[str]
+
+
 class NewsMark(TableRow):
     """The `number` of the newest stored event of an engine generation (one start of its process)."""
 

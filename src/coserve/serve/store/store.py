@@ -7,6 +7,7 @@
     uploads/        parts of uploads that are pending
     batches/        batches under way: their input, and results so far
     tinker/         checkpoints of `tinker` clients
+    usage/          a journal of what was used, until it is in the database
 
 A row's files are on disk before the row is added, and deleted after it. One process writes; others (the
 command line) may read, and add keys.
@@ -21,6 +22,7 @@ from types import TracebackType
 
 from coserve.errors import StateError
 from coserve.serve.store.adapters import AdapterStore
+from coserve.serve.store.audit import AuditStore
 from coserve.serve.store.batches import BatchStore
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database
@@ -40,6 +42,7 @@ from coserve.serve.store.stored_chats import ChatStore
 from coserve.serve.store.tenants import TenantStore
 from coserve.serve.store.tinker import TinkerCheckpointStore, TinkerSessionStore
 from coserve.serve.store.uploads import MOST_EXPIRED_UPLOADS, UploadStore
+from coserve.serve.store.usage import UsageStore
 
 
 class Store:
@@ -56,7 +59,7 @@ class Store:
     ) -> None:
         self.folder = folder.resolve()
         try:
-            for part in ("", "files", "jobs", "adapters", "batches", "uploads", "tinker"):
+            for part in ("", "files", "jobs", "adapters", "batches", "uploads", "tinker", "usage"):
                 make_private(self.folder / part)
         except OSError as error:
             raise StateError(f"the state folder {self.folder} cannot be used: {error.strerror}") from error
@@ -77,6 +80,8 @@ class Store:
         self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas)
         self.responses = ResponseStore(self._database, clock, quotas)
         self.chats = ChatStore(self._database, clock, quotas)
+        self.usage = UsageStore(self._database, self.folder / "usage", clock)
+        self.audit = AuditStore(self._database, clock)
         self.retention = RetentionStore(self._database, self.folder / "jobs")
         self.quarantine = QuarantineStore(self._database, clock, self.adapters)
 
@@ -126,7 +131,8 @@ class Store:
         return folder.relative_to(self.folder) if folder.is_relative_to(self.folder) else folder.absolute()
 
     def close(self) -> None:
-        """Waits for running writes and closes the database."""
+        """Waits for running writes and closes the database and the journal."""
+        self.usage.close()
         self._database.close()
 
     def __enter__(self) -> "Store":

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from coserve.errors import ConfigError
 from coserve.serve.store import keys
+from coserve.serve.store.audit import note_action
 from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Key, KeyRecord, LoginRecord, Tenant, TenantRows
@@ -63,6 +64,7 @@ class TenantStore:
                 return False
             session.execute(delete(LoginRecord))
             session.execute(delete(KeyRecord))
+            note_action(session, int(self._clock()), "keys.forgotten", "keys", "")
             return True
 
         return await self._database.write(write)
@@ -104,6 +106,7 @@ class TenantStore:
             prefix, digest = keys.prefix_of(secret), keys.digest_of(secret)
             key = KeyRecord(new_id("key"), owner.id, prefix, digest, now)
             session.add(key)
+            note_action(session, now, "key.created", key.id, owner.id, f"{prefix}, weight {owner.weight:g}")
             return Key(key.id, owner.name, prefix, now)
 
         return await self._database.write(write), secret
@@ -133,6 +136,7 @@ class TenantStore:
             found = session.scalars(select(KeyRecord).where(named, _IN_FORCE)).all()
             for one in found:
                 one.revoked = int(self._clock())
+                note_action(session, one.revoked, "key.revoked", one.id, one.tenant, one.prefix)
             return bool(found)
 
         return await self._database.write(write)

@@ -13,6 +13,7 @@ from coserve.errors import CoserveError, EngineLost, Quarantined
 from coserve.serve.errors import ApiError
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSampler
+from coserve.serve.store.usage import Used
 from coserve.serve.tinker.checkpoints import add_checkpoint, in_use, trim_temporary
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
 from coserve.serve.tinker.passes import PassRequest, pass_payload
@@ -51,6 +52,9 @@ class RunRequests:
             tokens = sum(len(datum.tokens) for datum in request.data)
             price = _FORWARD_TOKEN if request.forward_only else TRAINED_TOKEN
             self._state.queue.charge(tenant, price * tokens)
+            if not request.forward_only:
+                used = Used(1, trained_tokens=tokens)
+                self._state.store.usage.add(tenant.id, run.row.base, "", used)
             return await self._state.bodies.run(tenant.id, pass_payload, output)
 
         kind = "Forward" if request.forward_only else "ForwardBackward"

@@ -30,11 +30,11 @@ _CONTROL: Final = frozenset([*range(33), 127])
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")  # an IPv4 address within
 
 
-class _Refused(Exception):
-    """An address that graders may not reach."""
+class AddressRefused(Exception):
+    """An address that is not public."""
 
 
-class _Failed(Exception):
+class NoReply(Exception):
     """A try without a reply."""
 
 
@@ -94,7 +94,7 @@ class _PublicNetwork(httpcore.SyncBackend):
         except OSError as error:
             raise httpcore.ConnectError(f"{host} cannot be resolved") from error
         if host not in self._exempt and not all(map(is_public, found)):
-            raise _Refused(host)
+            raise AddressRefused(host)
         stream = super().connect_tcp(found[0], port, timeout, local_address, socket_options)
         return _TimedStream(stream, self._until)
 
@@ -102,7 +102,7 @@ class _PublicNetwork(httpcore.SyncBackend):
         self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
     ) -> httpcore.NetworkStream:
         """Refuses: no grader is a file."""
-        raise _Refused(path)
+        raise AddressRefused(path)
 
 
 @dataclass(frozen=True)
@@ -151,42 +151,49 @@ class HttpGrader:
                 time.sleep(_PAUSE * number)
             try:
                 reply = self._ask(body)
-            except _Refused as error:
+            except AddressRefused as error:
                 raise JobError(_refusal(str(error))) from error
-            except _Failed as error:
+            except NoReply as error:
                 problem = str(error)
             else:
                 return _reward_in(reply)
         raise JobError(f"the grader at {self.url} failed {_TRIES} times: {problem}")
 
     def _ask(self, body: bytes) -> bytes:
-        """The body of the reply. Raises _Failed."""
-        until = time.monotonic() + self.timeout
-        network = _PublicNetwork(self.allowed_hosts, until)
-        headers = [
-            ("host", urlsplit(self.url).netloc),
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("accept-encoding", "identity"),
-        ]
-        limits = dict.fromkeys(("connect", "read", "write", "pool"), self.timeout)
-        try:
-            with (
-                httpcore.ConnectionPool(network_backend=network) as pool,
-                pool.stream(
-                    "POST", self.url, headers=headers, content=body, extensions={"timeout": limits}
-                ) as response,
-            ):
-                if response.status != 200:  # no redirect is followed
-                    raise _Failed(f"it replied with status {response.status}")
-                reply = b""
-                for piece in response.iter_stream():
-                    reply += piece
-                    if len(reply) > _MOST_REPLY:
-                        raise _Failed(f"its reply is longer than {_MOST_REPLY} bytes")
-                return reply
-        except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, OSError) as error:
-            raise _Failed(str(error) or f"{type(error).__name__} within {self.timeout:g} s") from error
+        """The body of the reply. Raises NoReply."""
+        status, reply = post(self.url, body, {}, self.timeout, self.allowed_hosts)
+        if status != 200:  # no redirect is followed
+            raise NoReply(f"it replied with status {status}")
+        return reply
+
+
+def post(
+    url: str, body: bytes, headers: Mapping[str, str], timeout: float, exempt: Collection[str]
+) -> tuple[int, bytes]:
+    """Posts JSON to a public address, or one of the `exempt` hosts; the status and the body of the reply.
+    Raises AddressRefused, and NoReply where there is none within `timeout` seconds."""
+    network = _PublicNetwork(exempt, time.monotonic() + timeout)
+    sent = [
+        ("host", urlsplit(url).netloc.rpartition("@")[2]),
+        ("content-type", "application/json"),
+        ("content-length", str(len(body))),
+        ("accept-encoding", "identity"),
+        *headers.items(),
+    ]
+    limits = dict.fromkeys(("connect", "read", "write", "pool"), timeout)
+    try:
+        with (
+            httpcore.ConnectionPool(network_backend=network) as pool,
+            pool.stream("POST", url, headers=sent, content=body, extensions={"timeout": limits}) as response,
+        ):
+            reply = b""
+            for piece in response.iter_stream():
+                reply += piece
+                if len(reply) > _MOST_REPLY:
+                    raise NoReply(f"its reply is longer than {_MOST_REPLY} bytes")
+            return response.status, reply
+    except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, OSError) as error:
+        raise NoReply(str(error) or f"{type(error).__name__} within {timeout:g} s") from error
 
 
 def is_public(address: str) -> bool:

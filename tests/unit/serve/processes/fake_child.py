@@ -48,6 +48,7 @@ def main() -> None:
     if role == "engine":
         note("stands by")
         pipes.say(Status("standby"))
+    pipes.on_line = lambda line: note(f"told {msgspec.json.decode(line)['max_queue']}")
     start = pipes.start_line(Anything)
     note("starts")
     if mode == "raises":

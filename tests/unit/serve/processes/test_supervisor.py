@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import io
+import json
 import os
 import signal
 import socket
@@ -26,7 +27,8 @@ from coserve.serve.settings import ServerSettings
 
 CHILD = Path(__file__).with_name("fake_child.py")
 RUN = """
-import sys
+import json, sys
+from dataclasses import replace
 from pathlib import Path
 from rich.console import Console
 from coserve.errors import CoserveError
@@ -42,9 +44,12 @@ commands = supervisor.Commands((sys.executable, child, "api", folder), engine, (
 settings = ServerSettings(
     model="m", name="base", state=Path(folder) / "state", port=0, drain_seconds=1, watchdog_seconds=2
 )
+def read():
+    changed = Path(folder) / "settings.json"
+    return replace(settings, **json.loads(changed.read_text())) if changed.exists() else settings
 try:
     policy = RestartPolicy(attempts=3, first_pause=0.05)
-    sys.exit(supervisor.serve(settings, Console(), commands, policy))
+    sys.exit(supervisor.serve(settings, Console(), commands, policy, read))
 except CoserveError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
@@ -341,7 +346,18 @@ def test_a_terminal_that_closes_stops_no_server(make_server: Callable[..., Serve
     server.process.send_signal(signal.SIGHUP)
     os.kill(engine, signal.SIGKILL)  # something to say
     server.wait_for("engine", "ready", 2)
-    assert "SIGHUP: the server goes on" in (server.folder / "state" / "log" / "supervisor.log").read_text()
+    log = server.folder / "state" / "log" / "supervisor.log"
+    until(lambda: "SIGHUP: reloaded no setting" in log.read_text(), "a sign of SIGHUP")
+    changed = server.folder / "settings.json"
+    for written, said in (
+        ({"max_queue": 0}, "nothing is reloaded: max_queue must be"),
+        ({"max_queue": 7, "name": "other"}, "reloaded max_queue; only a restart changes name"),
+    ):
+        changed.write_text(json.dumps(written))
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda said=said: said in log.read_text(), said)
+    server.wait_for("api", "told 7")
+    assert not server.events("api", "told 0") and not server.events("engine", "told 7")
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(PATIENCE) == 0
 

@@ -1,0 +1,1 @@
+"""Alerts: events of the server, posted to the operator's addresses."""

@@ -1,0 +1,98 @@
+"""Traces of requests and jobs: their parents, their times, and nothing that is secret."""
+
+import asyncio
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
+
+import httpx2
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from coserve.core.job_status import JobStatus
+from coserve.errors import ConfigError
+from coserve.serve import otel
+from coserve.serve.app import create_app
+from coserve.serve.otel import OtelSpans
+from coserve.wire.messages import JobEnded, JobStarted, Numbered
+from serving import Play, World
+from training import create
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_a_request_is_a_span_of_its_client_s_trace(play: Play) -> None:
+    async def story(world: World) -> None:
+        exporter = InMemorySpanExporter()
+        world.state.otel = made = OtelSpans(exporter)
+        _, key = await world.state.store.tenants.create_key("ann")
+        transport = httpx2.ASGITransport(app=create_app(world.state))
+        headers = {"authorization": f"Bearer {key}", "traceparent": PARENT, "x-request-id": "mine"}
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            body = {"model": "tiny", "prompt": "zqsecretzq", "max_tokens": 5}
+            for stream in (False, True):
+                answer = await http.post("/v1/completions", json={**body, "stream": stream}, headers=headers)
+                assert answer.status_code == 200
+            assert (await http.get("/v1/models/zqsecretzq", headers=headers)).status_code == 404
+            assert (await http.get("/v1/models", headers={"traceparent": "bad"})).status_code == 401
+        job = await create(world, key)
+        world.engine.tell(Numbered(1, JobStarted(job.id, 0, 3, 30, 900, 0, 0, 1, 10, 1e-3)))
+        world.engine.tell(Numbered(2, JobEnded(job.id, JobStatus.CANCELLED, 0)))
+        await world.until(lambda: not world.engine.news)
+        await asyncio.to_thread(made.close)
+        spans = exporter.get_finished_spans()
+        assert "zqsecretzq" not in str([one.to_json() for one in spans]) and key not in str(
+            [one.to_json() for one in spans]
+        )
+        requests = [one for one in spans if one.name == "POST /v1/completions"]
+        assert len(requests) == 2
+        for request in requests:
+            assert format(request.context.trace_id, "032x") == PARENT[3:35]
+            assert request.parent is not None and format(request.parent.span_id, "016x") == PARENT[36:52]
+            told = dict(request.attributes or {})
+            assert told["http.response.status_code"] == 200 and told["coserve.tenant"] == "ann"
+            assert told["coserve.request_id"] == "mine"
+            (answer_,) = [one for one in spans if one.parent == request.context]
+            assert (
+                answer_.name == "answer" and dict(answer_.attributes or {})["gen_ai.usage.output_tokens"] == 5
+            )
+            parts = [one for one in spans if one.parent == answer_.context]
+            assert [one.name for one in parts] == ["queue", "prompt", "decode"]
+            for before, after in pairwise(parts):
+                assert before.end_time == after.start_time
+            assert answer_.start_time == parts[0].start_time and parts[-1].end_time == answer_.end_time
+        names = sorted(one.name for one in spans)
+        assert names.count("GET /v1/models/{model:path}") == 1 and "fine_tuning.job" in names
+        alone = next(
+            one for one in spans if dict(one.attributes or {}).get("http.response.status_code") == 401
+        )
+        assert alone.parent is None
+        (of_job,) = [one for one in spans if one.name == "fine_tuning.job"]
+        assert dict(of_job.attributes or {})["coserve.job"] == job.id
+
+    play(story)
+
+
+def test_spans_go_where_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    made = OtelSpans()
+    made.tracer.start_span("one").end()
+    made.close()
+    server.shutdown()
+    server.server_close()
+    assert [path for path, _ in got] == ["/v1/traces"] and b"coserve" in got[0][1]
+    monkeypatch.setattr(otel, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"coserve\[otel\] installs"):
+        OtelSpans()

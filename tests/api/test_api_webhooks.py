@@ -1,0 +1,157 @@
+"""Webhooks: signed, sent again until they are taken, bounded, and to public addresses alone."""
+
+import base64
+import hashlib
+import hmac
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import openai
+import pytest
+
+from coserve.core.job_status import JobStatus
+from coserve.errors import ConfigError
+from coserve.serve.settings import ServerSettings
+from coserve.serve.webhooks import sender
+from coserve.serve.webhooks.alerts import Alerts
+from coserve.serve.webhooks.sender import WebhookEvent, WebhookSender, read_secret
+from coserve.wire.messages import JobEnded, Numbered
+from serving import Play, World
+from training import create
+from waiting import wait_until
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+WHSEC = "whsec_" + base64.b64encode(SECRET).decode()
+
+
+class Receiver:
+    """A server that notes requests, and answers with these statuses, the last one again."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[dict[str, str], bytes]] = []
+        self.statuses, self.held = [204], threading.Event()
+        self.held.set()
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                receiver.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
+                receiver.held.wait(30)
+                self.send_response(receiver.statuses[min(len(receiver.got), len(receiver.statuses)) - 1])
+                self.send_header("location", "http://127.0.0.1:1/elsewhere")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/hook?token=hidden"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def bodies(self) -> list[dict[str, object]]:
+        return [json.loads(body) for _, body in self.got]
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    made = Receiver()
+    yield made
+    made.held.set()
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_what_is_not_taken_comes_again_with_the_same_id_and_a_signature(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sender, "PAUSES", (0.01, 0.01, 0.01))
+    receiver.statuses = [500, 302, 204, 500]
+    made = WebhookSender(receiver.url, SECRET, ("127.0.0.1",))
+    made.put(first := WebhookEvent("fine_tuning.job.succeeded", {"id": "ftjob-1"}))
+    wait_until(lambda: len(receiver.got) == 3, 30)
+    made.put(WebhookEvent("coserve.disk.low", {"free_bytes": 1}))
+    wait_until(lambda: "was not delivered" in caplog.text, 30)  # after four tries
+    made.close()
+    assert len(receiver.got) == 7 and "status 500" in caplog.text
+    assert {headers["webhook-id"] for headers, _ in receiver.got[:3]} == {first.id}
+    client = openai.OpenAI(api_key="x", webhook_secret=WHSEC)
+    for headers, body in receiver.got:
+        signed = b".".join((headers["webhook-id"].encode(), headers["webhook-timestamp"].encode(), body))
+        wanted = base64.b64encode(hmac.new(SECRET, signed, hashlib.sha256).digest()).decode()
+        assert headers["webhook-signature"] == f"v1,{wanted}"
+        client.webhooks.verify_signature(body, headers)
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        client.webhooks.verify_signature(body + b" ", headers)
+    assert "hidden" not in caplog.text and WHSEC not in caplog.text and SECRET.decode() not in caplog.text
+
+
+def test_an_address_that_hangs_holds_a_bounded_number_and_no_caller(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sender, "MOST_EVENTS", 5)
+    receiver.held.clear()
+    made = WebhookSender(receiver.url, SECRET, ("127.0.0.1",))
+    made.put(WebhookEvent("x", {}))
+    wait_until(lambda: receiver.got, 30)
+    for _ in range(8):
+        made.put(WebhookEvent("x", {}))
+    assert caplog.text.count("is dropped") == 3
+    receiver.held.set()
+    wait_until(lambda: len(receiver.got) == 6, 30)
+    made.close()
+
+
+def test_private_addresses_and_bad_secrets_are_refused(
+    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sender, "PAUSES", ())
+    made = WebhookSender(receiver.url.replace("127.0.0.1", "localhost"), SECRET)
+    with caplog.at_level(logging.ERROR):
+        made.put(WebhookEvent("x", {}))
+        wait_until(lambda: "not public" in caplog.text, 30)
+    made.close()
+    assert not receiver.got
+    for number, text in enumerate(("short", "whsec_!!!", "whsec_" + base64.b64encode(b"short").decode())):
+        (file := tmp_path / str(number)).write_text(text)
+        with pytest.raises(ConfigError, match="secret"):
+            read_secret(file)
+    (tmp_path / "good").write_text(WHSEC + "\n")
+    assert read_secret(tmp_path / "good") == SECRET
+    for fields in (
+        {"webhook_urls": ("http://a",)},
+        {"webhook_urls": ("ftp://k:secret@a",), "webhook_secret_file": "x"},
+    ):
+        with pytest.raises(ConfigError) as refused:
+            ServerSettings("m", tmp_path, **fields)  # type: ignore[arg-type]
+        assert "secret@" not in str(refused.value)
+
+
+def test_the_operator_is_told_of_jobs_engines_disk_and_queue(
+    play: Play, receiver: Receiver, tmp_path: Path
+) -> None:
+    async def story(world: World) -> None:
+        done, paused = await create(world), await create(world)
+        world.engine.tell(Numbered(1, JobEnded(paused.id, JobStatus.PAUSED, 1)))
+        world.engine.tell(Numbered(2, JobEnded(done.id, JobStatus.CANCELLED, 1)))
+        await world.until(lambda: receiver.got)
+        await world.engine.die()
+        await world.engine.start()
+        await world.until(lambda: len(receiver.got) == 2)
+        told = [(one["type"], one["data"]) for one in receiver.bodies()]
+        assert told[0] == ("fine_tuning.job.cancelled", {"id": done.id})
+        assert told[1][0] == "coserve.engine.restarted"
+
+    (tmp_path / "secret").write_text(WHSEC)
+    settings = {"webhook_urls": (receiver.url,), "webhook_secret_file": tmp_path / "secret"}
+    play(story, **settings, webhook_hosts=("127.0.0.1",))
+    alerts, told = Alerts(ServerSettings("m", tmp_path)), list[str]()
+    alerts.tell = lambda type, **data: told.append(type)  # type: ignore[method-assign]
+    for free, waiting in ((2**40, 0), (2**20, 79), (2**20, 80), (2**30 + 1, 60), (2**20, 90), (2**31, 49)):
+        alerts.look(free, waiting, 100)
+    assert told == ["coserve.disk.low", "coserve.queue.long"]
+    alerts.look(2**20, 80, 100)
+    assert told[2:] == ["coserve.disk.low", "coserve.queue.long"]

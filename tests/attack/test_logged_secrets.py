@@ -1,0 +1,105 @@
+"""No log has a prompt, an answer or a key: requests are drawn, and the logs searched."""
+
+import io
+import json
+import logging
+import random
+import string
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from coserve.wire.logs import CONTEXT, JsonFormatter, TextFormatter, WorkContext
+from serving import Play, World
+
+_TEXT = ("chat/completions", "completions", "embeddings", "responses", "messages")
+_PATHS = (*_TEXT * 3, "files", "fine_tuning/jobs", "batches", "models", "usage", "nothing")
+
+
+@pytest.fixture
+def logs() -> Iterator[tuple[io.StringIO, io.StringIO]]:
+    """All that this process logs, as JSON and as text."""
+    root, streams, handlers = logging.getLogger(), (io.StringIO(), io.StringIO()), []
+    level = root.level
+    for stream, formatter in zip(streams, (JsonFormatter("api"), TextFormatter("%(message)s")), strict=True):
+        handlers.append(handler := logging.StreamHandler(stream))
+        handler.setFormatter(formatter)
+        handler.addFilter(lambda record: not record.name.startswith("httpx"))  # the test's own client
+        root.addHandler(handler)
+    logging.getLogger("coserve").setLevel(logging.DEBUG)
+    yield streams
+    for handler in handlers:
+        root.removeHandler(handler)
+    logging.getLogger("coserve").setLevel(level)
+
+
+def secret(draw: random.Random) -> str:
+    return "zq" + "".join(draw.choices(string.ascii_lowercase, k=12))
+
+
+def body(draw: random.Random, path: str, words: str) -> bytes:
+    """A body that is well, has a field too many, misses one, is of a wrong type, or no JSON."""
+    messages = [{"role": "user", "content": words}]
+    fields: dict[str, Any] = {"model": draw.choice(("tiny", "tiny", "tiny", words))}
+    if path != "embeddings":
+        most = "max_output_tokens" if path == "responses" else "max_tokens"
+        fields |= {most: draw.choice((16, 16, 16, words)), "stream": draw.random() < 0.3}
+    fields |= {"messages": messages} if path in ("chat/completions", "messages") else {}
+    fields |= {"prompt": words} if path == "completions" else {"input": words}
+    if path in ("chat/completions", "messages"):
+        del fields["input"]
+    if draw.random() < 0.2:
+        fields |= {"metadata": {words: words}, "user": words, words: words}
+    kept = {name: value for name, value in fields.items() if draw.random() < 0.95}
+    whole = json.dumps(kept).encode()
+    return whole[: draw.randrange(len(whole))] if draw.random() < 0.1 else whole
+
+
+def test_requests_leave_no_secret_in_a_log(
+    play: Play, logs: tuple[io.StringIO, io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(17)
+
+    async def story(world: World) -> None:
+        _, key = await world.state.store.tenants.create_key("ann")
+        world.say("the answer is zqanswerzq")
+        hidden = ["zqanswerzq", key]
+        for number in range(120):
+            words, guess = secret(draw), f"sk-coserve-{''.join(draw.choices(string.ascii_letters, k=43))}"
+            hidden += [words, guess]
+            given = draw.choice((key, key, key, guess))
+            headers = {"authorization": f"Bearer {given}", "x-request-id": f"mine-{number}"}
+            headers["content-type"] = "application/json"
+            of = draw.choice(_PATHS)
+            path = f"/v1/{of}" + draw.choice(("", "", "", f"?q={words}", f"/{given}"))
+            method = draw.choice(("POST", "POST", "POST", "GET", "DELETE"))
+            await world.http.request(method, path, content=body(draw, of, words), headers=headers)
+        told = logs[0].getvalue() + logs[1].getvalue()
+        assert not [one for one in hidden if one in told]
+        lines = [json.loads(line) for line in logs[0].getvalue().splitlines()]
+        access = [line for line in lines if line["logger"] == "coserve.access"]
+        assert [line["request_id"] for line in access] == [f"mine-{number}" for number in range(120)]
+        assert {line["status"] for line in access} >= {200, 400, 401, 404}
+        assert {line.get("tenant") for line in access} == {"ann", None}
+        answered = [line for line in access if line["completion_tokens"]]
+        assert len(answered) > 10 and all(line["version"] == "tiny" for line in answered)
+        assert all(line["key"] == key[:17] and line["prompt_tokens"] for line in answered)
+
+    play(story, access_log=True)
+
+
+def test_a_traceback_is_a_field_of_one_line(logs: tuple[io.StringIO, io.StringIO]) -> None:
+    token = CONTEXT.set(WorkContext("req_1", tenant="ann", job="job_1"))
+    try:
+        raise ValueError("two\nlines \udcff")
+    except ValueError:
+        logging.getLogger("coserve.x").exception("it\nfailed")
+    finally:
+        CONTEXT.reset(token)
+    (line,) = logs[0].getvalue().splitlines()
+    found = json.loads(line)
+    assert found["message"] == "it\nfailed" and found["level"] == "error" and found["process"] == "api"
+    assert found["traceback"].startswith("Traceback") and "ValueError: two" in found["traceback"]
+    assert (found["request_id"], found["tenant"], found["job"]) == ("req_1", "ann", "job_1")
+    assert found["time"].endswith("Z") and "T" in found["time"]
