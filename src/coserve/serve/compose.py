@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from coserve.core.request import SamplingParams
-from coserve.errors import ConfigError, CoserveError, StateError
+from coserve.errors import ConfigError, CoserveError
 from coserve.serve.adapter_registry.catalog import ApproximateModel
 from coserve.serve.adapter_registry.imports import digest
 from coserve.serve.engine.link import EngineLink
@@ -22,7 +22,6 @@ from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
 from coserve.serve.store.durable import write_whole
 from coserve.serve.store.ids import new_id
-from coserve.serve.store.leases import RENEW_SECONDS
 from coserve.serve.store.quarantine import Suspects
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter
@@ -71,7 +70,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         reporting = Reporting(settings, store)
         await _wire(state, reporting)
         try:
-            async with _running(link), _leasing(state), _sweeping(store, settings), running_evals(state):
+            async with _running(link), _leasing(store), _sweeping(store, settings), running_evals(state):
                 yield state
         finally:
             await reporting.close()
@@ -165,19 +164,10 @@ def _owner(state: Path) -> str:
 
 
 @asynccontextmanager
-async def _leasing(state: State) -> AsyncIterator[None]:
+async def _leasing(store: Store) -> AsyncIterator[None]:
     """Context in which this server's leases are renewed, and what others change is followed."""
 
-    async def turn() -> None:
-        while True:
-            await asyncio.sleep(RENEW_SECONDS)
-            try:
-                lost = await state.store.leases.renew()
-                await state.job_controller.follow(lost)
-            except StateError as error:
-                log.warning("leases could not be renewed: %s", error)
-
-    task = asyncio.create_task(turn(), name="leases")
+    task = asyncio.create_task(store.leases.keep(), name="leases")
     try:
         yield
     finally:

@@ -7,12 +7,13 @@ servers do not count; a database's clock that jumps ends leases early or late, a
 that.
 """
 
+import asyncio
 import logging
 import time
-from collections.abc import Collection, Set
+from collections.abc import Awaitable, Callable, Collection, Set
 from typing import Final
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from coserve.errors import StateError
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 LEASE_SECONDS: Final = 8.0  # after its last renewal others may take it
 RENEW_SECONDS: Final = 2.0  # between two renewals
+FORGET_SECONDS: Final = 86_400.0  # after which a lease that nobody has is forgotten
+NOBODY: Final = ""  # owner of a lease that was given back
 LeaseKey = tuple[str, str]  # kind and subject
 
 
@@ -32,6 +35,8 @@ class Leases:
     def __init__(self, database: Database, owner: str) -> None:
         self._database, self.owner = database, owner
         self._held: dict[LeaseKey, int] = {}  # with their fencing numbers
+        # Called after each renewal, with the leases that were lost.
+        self.on_renewed: list[Callable[[Set[LeaseKey]], Awaitable[None]]] = []
         self._renewed = self._steady = time.monotonic()  # the last renewal, and the first of those in a row
 
     def has(self, kind: str, subject: str) -> bool:
@@ -59,9 +64,9 @@ class Leases:
         if found is None:
             found = Lease(kind, subject, self.owner, 0, now)
             session.add(found)
-        elif found.owner != self.owner and (found.expires > now or not self._is_steady()):
+        elif found.owner not in (self.owner, NOBODY) and (found.expires > now or not self._is_steady()):
             return None
-        if found.owner != self.owner or found.fence != self.fence(kind, subject):
+        if (found.owner, found.fence) != (self.owner, self._held.get((kind, subject))):
             found.owner, found.fence = self.owner, found.fence + 1
         found.expires = now + LEASE_SECONDS
         session.flush()
@@ -80,12 +85,34 @@ class Leases:
         found = session.get(Lease, (kind, subject), with_for_update={"read": True})
         return found is not None and (found.owner, found.fence) == (self.owner, self.fence(kind, subject))
 
+    async def keep(self) -> None:
+        """Renews leases until cancelled, and has what works with them follow."""
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            try:
+                lost = await self.renew()
+                for follow in self.on_renewed:
+                    await follow(lost)
+            except StateError as error:
+                log.warning("leases cannot be renewed now: %s", error)
+
+    async def release_but(self, kind: str, under_way: Collection[str]) -> None:
+        """Gives all leases of a kind back but those of work that is under way."""
+        for subject in self.subjects(kind) - set(under_way):
+            await self.release(kind, subject)
+
     async def release(self, kind: str, subject: str) -> None:
-        """Gives a lease back."""
+        """Gives a lease back. Its row stays for a day, so that the next owner's number is a greater one."""
         fence = self._held.pop((kind, subject), None)
         own = Lease.kind == kind, Lease.subject == subject, Lease.owner == self.owner, Lease.fence == fence
+
+        def write(session: Session) -> None:
+            now = self._database.now(session)
+            session.execute(update(Lease).where(*own).values(owner=NOBODY, expires=now))
+            session.execute(delete(Lease).where(Lease.expires < now - FORGET_SECONDS))
+
         if fence is not None:
-            await self._database.write(lambda session: session.execute(delete(Lease).where(*own)))
+            await self._database.write(write)
 
     async def renew(self) -> frozenset[LeaseKey]:
         """Renews all leases; returns those that others have taken. Raises StateError while the database is
@@ -120,7 +147,7 @@ class Leases:
         """Subjects whose leases other servers have, and that this one may not take now."""
 
         def read(session: Session) -> frozenset[str]:
-            others = select(Lease.subject).where(Lease.kind == kind, Lease.owner != self.owner)
+            others = select(Lease.subject).where(Lease.kind == kind, Lease.owner.not_in((self.owner, NOBODY)))
             if self._is_steady():
                 others = others.where(Lease.expires > self._database.now(session))
             return frozenset(session.scalars(others))

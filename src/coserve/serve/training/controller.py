@@ -17,7 +17,7 @@ queued ones while it has room, and running ones whose owner is gone.
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from typing import Final
 
 import msgspec
@@ -97,6 +97,7 @@ class JobController:
         link.news.on_connect.append(self._connected)
         link.news.on_news = self._heard
         link.news.on_guilty = self._quarantined
+        store.leases.on_renewed.append(self._follow_others)
         for part in ("files", "adapters"):
             sweep(store.folder / part)
 
@@ -182,7 +183,7 @@ class JobController:
 
     # For the loop that renews leases
 
-    async def follow(self, lost: Collection[LeaseKey]) -> None:
+    async def _follow_others(self, lost: Set[LeaseKey]) -> None:
         """Has the engine follow what other servers have changed: the leases that they have taken, jobs that
         they have stopped, and those that nobody has."""
         async with self._turn:
@@ -199,8 +200,7 @@ class JobController:
                 if id not in jobs or jobs[id].status == JobStatus.PAUSED:
                     self._stop(id, keep=id in jobs)
             await self._bring_in()
-            for id in self._store.leases.subjects("job") - self._inside - self._trials.keys():
-                await self._store.leases.release("job", id)  # such as that of one in quarantine
+            await self._store.leases.release_but("job", self._inside)  # such as that of one in quarantine
 
     def _stop(self, job: str, keep: bool) -> None:
         self._stopping.add(job)
