@@ -111,7 +111,7 @@ def test_no_history_has_two_owners(opened: Database, monkeypatch: pytest.MonkeyP
     asyncio.run(history())
     opened.close()
     assert violations(facts) == []
-    assert taken > 3
+    assert seed or taken > len(SUBJECTS), "this seed has servers that take over from others"
 
 
 def test_the_checker_sees_what_must_not_be() -> None:
