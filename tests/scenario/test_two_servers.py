@@ -45,7 +45,7 @@ def two_servers(folder: Path, url: str, *flags: str) -> Iterator[list[Server]]:
 
 
 def keys_command(*arguments: str) -> dict[str, Any]:
-    """What `coserve keys` says."""
+    """The JSON that a command of `coserve keys` prints."""
     done = CliRunner().invoke(app, ["keys", *arguments, "--json"])
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout)

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from coserve.errors import StateError
 from coserve.serve.store.database import Database
-from coserve.serve.store.records import Lease
+from coserve.serve.store.records import LeaseRecord
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ class Leases:
     def take(self, session: Session, kind: str, subject: str) -> int | None:
         """Takes a lease in a transaction, after which `note` gets the fencing number; None if another server
         has it."""
-        found = session.get(Lease, (kind, subject), with_for_update=True)
+        found = session.get(LeaseRecord, (kind, subject), with_for_update=True)
         now = self._database.now(session)
         if found is None:
-            found = Lease(kind, subject, self.owner, 0, now)
+            found = LeaseRecord(kind, subject, self.owner, 0, now)
             session.add(found)
         elif found.owner not in (self.owner, NOBODY) and (found.expires > now or not self._is_steady()):
             return None
@@ -82,7 +82,7 @@ class Leases:
     def holds(self, session: Session, kind: str, subject: str) -> bool:
         """Tells in a transaction whether this server may write about a subject: it has the lease, and nobody
         has taken it since."""
-        found = session.get(Lease, (kind, subject), with_for_update={"read": True})
+        found = session.get(LeaseRecord, (kind, subject), with_for_update={"read": True})
         return found is not None and (found.owner, found.fence) == (self.owner, self.fence(kind, subject))
 
     async def keep(self) -> None:
@@ -104,12 +104,17 @@ class Leases:
     async def release(self, kind: str, subject: str) -> None:
         """Gives a lease back. Its row stays for a day, so that the next owner's number is a greater one."""
         fence = self._held.pop((kind, subject), None)
-        own = Lease.kind == kind, Lease.subject == subject, Lease.owner == self.owner, Lease.fence == fence
+        own = (
+            LeaseRecord.kind == kind,
+            LeaseRecord.subject == subject,
+            LeaseRecord.owner == self.owner,
+            LeaseRecord.fence == fence,
+        )
 
         def write(session: Session) -> None:
             now = self._database.now(session)
-            session.execute(update(Lease).where(*own).values(owner=NOBODY, expires=now))
-            session.execute(delete(Lease).where(Lease.expires < now - FORGET_SECONDS))
+            session.execute(update(LeaseRecord).where(*own).values(owner=NOBODY, expires=now))
+            session.execute(delete(LeaseRecord).where(LeaseRecord.expires < now - FORGET_SECONDS))
 
         if fence is not None:
             await self._database.write(write)
@@ -121,7 +126,7 @@ class Leases:
 
         def write(session: Session) -> set[LeaseKey]:
             end = self._database.now(session) + LEASE_SECONDS
-            rows = session.scalars(select(Lease).where(Lease.owner == self.owner)) if held else ()
+            rows = session.scalars(select(LeaseRecord).where(LeaseRecord.owner == self.owner)) if held else ()
             own = [row for row in rows if held.get((row.kind, row.subject)) == row.fence]
             for row in own:
                 row.expires = end
@@ -147,9 +152,11 @@ class Leases:
         """Subjects whose leases other servers have, and that this one may not take now."""
 
         def read(session: Session) -> frozenset[str]:
-            others = select(Lease.subject).where(Lease.kind == kind, Lease.owner.not_in((self.owner, NOBODY)))
+            others = select(LeaseRecord.subject).where(
+                LeaseRecord.kind == kind, LeaseRecord.owner.not_in((self.owner, NOBODY))
+            )
             if self._is_steady():
-                others = others.where(Lease.expires > self._database.now(session))
+                others = others.where(LeaseRecord.expires > self._database.now(session))
             return frozenset(session.scalars(others))
 
         return await self._database.read(read)

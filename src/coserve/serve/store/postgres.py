@@ -33,7 +33,7 @@ CONNECT_SECONDS: Final = 5
 _MIGRATING: Final = 0x636F7365727665  # key of the advisory lock under which one server migrates
 _AGAIN: Final = ("40001", "40P01")  # serialization_failure, deadlock_detected
 _TWICE: Final = "23505"  # unique_violation: of two that looked for a name at once, one comes too late
-_LONGEST_PAUSE: Final = 0.2
+_PAUSE_AT_LAST: Final = 0.2
 # A server that hangs within a transaction must not keep others from their rows, nor one wait for ever.
 _OPTIONS: Final = (
     "-c idle_in_transaction_session_timeout=10000 -c lock_timeout=10000 -c statement_timeout=60000"
@@ -99,7 +99,7 @@ class PostgresDatabase(Database):
                     if time.monotonic() > until:
                         raise StateError("the database is busy: others changed the same at once") from error
                     time.sleep(random.uniform(0, pause))
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    pause = min(2 * pause, _PAUSE_AT_LAST)
                 elif error.connection_invalidated and not is_committing and not broke:
                     broke = True  # once at once: it may be there again
                 else:

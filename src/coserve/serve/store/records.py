@@ -555,7 +555,7 @@ class NewsMark(TableRow):
     owner: Mapped[str] = mapped_column(default="", server_default="")
 
 
-class Lease(TableRow):
+class LeaseRecord(TableRow):
     """Says which server does a piece of work: see `leases.py`."""
 
     __tablename__ = "leases"
