@@ -1,4 +1,4 @@
-"""What the databases have in common: transactions on threads of their own, and pages of lists.
+"""Base of the databases: transactions on threads of their own, and pages of lists.
 
 `sqlite.py` and `postgres.py` have each one's part, `opening.py` chooses.
 """
