@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow browser pictures check bench docs wheel gpu tiny install dev clean ray
+.PHONY: demo test slow browser pictures ray postgres check bench docs wheel gpu tiny install dev clean
 
 demo: install
 	@mkdir -p build
@@ -33,6 +33,10 @@ pictures: dev $(VENV)/.browser
 ray: dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray
+
+# On PostgreSQL, which has to be installed.
+postgres: dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m postgres
 
 check: dev
 	$(BIN)/ruff check src benchmarks tests examples

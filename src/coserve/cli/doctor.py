@@ -4,12 +4,13 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli.options import AsJson, State, config_of, given
+from coserve.cli.options import AsJson, DatabaseUrl, State, config_of, given
 
 
 def doctor(
     context: typer.Context,
     state: State = None,
+    database: DatabaseUrl = None,
     port: Annotated[int | None, typer.Option(help="Port that a server would take.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -20,7 +21,7 @@ def doctor(
     from coserve.cli.config import load_server_settings
     from coserve.cli.output import print_json, print_table
 
-    flags = given(state=None if state is None else str(state), port=port)
+    flags = given(state=None if state is None else str(state), port=port, database=database)
     checks = run_checks(load_server_settings(flags, config_of(context)))
     if as_json:
         print_json([asdict(check) for check in checks])

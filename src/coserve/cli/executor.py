@@ -31,6 +31,9 @@ def executor(
             metavar="FOLDER",
         ),
     ] = None,
+    database: Annotated[
+        str | None, typer.Option(help="Its database, where that is not in the folder.", metavar="URL")
+    ] = None,
     tls_cert: Annotated[
         Path | None, typer.Option(help="The executor's certificate in PEM: with it, TCP is TLS.")
     ] = None,
@@ -120,7 +123,7 @@ def executor(
     part = Shard.parse(shard)
     set_threads(threads)
     tls = None if tls_cert is None else TlsFiles(tls_cert, tls_key, tls_client_ca)
-    with nullcontext() if state is None else _opened(state) as store:
+    with nullcontext() if state is None else _opened(state, database) as store:
         keys = None if store is None else lambda secret: is_key(store, secret)
         run_service(
             model, listen, key, dtype, config, LayerChoice(layers, with_head), shared_memory, keys, tls, part,
@@ -132,12 +135,12 @@ def executor(
     os._exit(0)
 
 
-def _opened(state: Path) -> "Store":
+def _opened(state: Path, database: str | None) -> "Store":
     from coserve.serve.store.store import Store
 
     if not state.is_dir():
         raise ConfigError(f"there is no state folder {state}")
-    return Store(state)
+    return Store(state, database=database or "")
 
 
 def is_key(store: "Store", secret: str) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +21,8 @@ from coserve.serve.otel import OtelSpans
 from coserve.serve.reporting.observer import Reporting
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
+from coserve.serve.store.durable import write_whole
+from coserve.serve.store.ids import new_id
 from coserve.serve.store.quarantine import Suspects
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter
@@ -47,7 +49,8 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
     """
     text = await asyncio.to_thread(_text, settings)
     quotas = _quotas(settings)
-    with Store(settings.state, quotas=quotas) as store:
+    owner = await asyncio.to_thread(_owner, settings.state)
+    with Store(settings.state, quotas=quotas, database=settings.database, owner=owner) as store:
         await _check_keys(settings, store)
         link = EngineLink(socket, settings.engine_wait_seconds)
         state = State(settings, store, link, text, JobController(settings, store, link))
@@ -67,8 +70,10 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         await _wire(state, reporting, alerts)
         watching = asyncio.create_task(alerts.watch(state), name="alerts")
         try:
-            sampling = state.telemetry.running()
-            async with _running(link), _sweeping(state), _adding_up(store), running_evals(state), sampling:
+            beside = _running(link), _leasing(store), _sweeping(state), _adding_up(store)
+            async with AsyncExitStack() as stack:
+                for one in (*beside, running_evals(state), state.telemetry.running()):
+                    await stack.enter_async_context(one)
                 yield state
         finally:
             watching.cancel()
@@ -170,6 +175,28 @@ async def _wire(state: State, reporting: Reporting, alerts: Alerts) -> None:
     news.on_connect.append(pin)
     news.on_connect.append(alerts.connected)
     news.on_news = take
+
+
+def _owner(state: Path) -> str:
+    """This server's name in leases, which the state folder keeps. A name that comes twice, with a copy of the
+    folder, does no harm: fencing numbers differ."""
+    path = state / "server.id"
+    if not (name := path.read_text(encoding="utf-8").strip() if path.is_file() else ""):
+        name = new_id("server")
+        write_whole(path, [f"{name}\n".encode()])
+    return name
+
+
+@asynccontextmanager
+async def _leasing(store: Store) -> AsyncIterator[None]:
+    """Context in which this server's leases are renewed, and what others change is followed."""
+
+    task = asyncio.create_task(store.leases.keep(), name="leases")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Container, Mapping
+from collections.abc import AsyncIterator, Container, Mapping, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from coserve.serve.offload import Offload, TenantTurns
 from coserve.serve.state import State
 from coserve.serve.store.batches import UNENDED
 from coserve.serve.store.durable import link_files
+from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import BatchRecord, File, JsonObject, Tenant
 
 log = logging.getLogger(__name__)
@@ -63,11 +64,13 @@ class Batches:
         """Context in which batches run, first those that an earlier server has left."""
         unended = await self.state.store.batches.unended()
         await asyncio.to_thread(_sweep, self.state.store.folder / "batches", {one.id for one in unended})
-        for batch in unended:
-            self._start(batch)
+        leases = self.state.store.leases
+        await self._follow_others(frozenset())
+        leases.on_renewed.append(self._follow_others)
         try:
             yield
         finally:
+            leases.on_renewed.remove(self._follow_others)
             await self.stop()
 
     async def stop(self) -> None:
@@ -87,7 +90,8 @@ class Batches:
         except CoserveError:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
-        self._start(batch)
+        if await self.state.store.leases.claim("batch", batch.id):
+            self._start(batch)
 
     async def cancel(self, batch: BatchRecord) -> BatchRecord | None:
         """Ends a batch, with the results that it has so far. Returns its row, None if it ends already."""
@@ -112,6 +116,24 @@ class Batches:
         return len(running.output.done), len(running.errors.done)
 
     # Inside
+
+    async def _follow_others(self, lost: Set[LeaseKey]) -> None:
+        """Leaves batches that other servers have taken, ends those that they have cancelled, and takes those
+        that nobody has, where their input is."""
+        leases = self.state.store.leases
+        for _, id in (key for key in lost if key[0] == "batch"):
+            if (task := self._tasks.get(id)) is not None:
+                task.cancel()
+        for batch in await self.state.store.batches.unended():
+            if (running := self._under_way.get(batch.id)) is not None and batch.status == "cancelling":
+                self._end_work(running, "cancelled")
+            is_here = batch.id not in self._tasks and await asyncio.to_thread(self._has_input, batch.id)
+            if is_here and await leases.claim("batch", batch.id) and batch.id not in self._tasks:
+                self._start(batch)
+        await leases.release_but("batch", self._tasks)
+
+    def _has_input(self, batch: str) -> bool:
+        return (self.state.store.batch_folder(batch) / INPUT).exists()
 
     def _start(self, batch: BatchRecord, in_turn: bool = True) -> None:
         task = asyncio.create_task(self._run(batch, in_turn), name=batch.id)

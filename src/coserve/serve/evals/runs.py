@@ -7,7 +7,7 @@ where it was when the server starts again, and an item that was under way is gra
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import time
@@ -26,6 +26,7 @@ from coserve.serve.schema.common import MOST_TOKEN_ID
 from coserve.serve.state import State
 from coserve.serve.store.evals import UNFINISHED
 from coserve.serve.store.ids import new_id
+from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Tenant
 from coserve.train.grading.asking import message_template, text_of_content
 from coserve.train.grading.graders import Grader
@@ -84,9 +85,21 @@ async def running_evals(state: State) -> AsyncIterator[None]:
 async def _run_all(state: State) -> None:
     running = dict[str, asyncio.Task[None]]()
 
+    runs = dict[str, str]()  # by tenant
+    leases = state.store.leases
+
     def ended(tenant: str) -> None:
         running.pop(tenant, None)
         state.evals_changed.set()
+
+    async def follow_others(lost: Set[LeaseKey]) -> None:
+        for tenant, task in running.items():
+            if ("eval", runs[tenant]) in lost:
+                task.cancel()
+        await leases.release_but("eval", [runs[tenant] for tenant in running])
+        state.evals_changed.set()  # others' runs may have been left
+
+    leases.on_renewed.append(follow_others)
 
     try:
         while True:
@@ -98,15 +111,24 @@ async def _run_all(state: State) -> None:
                 state.evals_changed.set()
                 waiting = ()
             for run in waiting:
-                if run.tenant not in running:
+                if run.tenant not in running and await _claimed(state, run):
+                    runs[run.tenant] = run.id
                     task = running[run.tenant] = asyncio.create_task(_finish(state, run))
                     task.add_done_callback(lambda _, tenant=run.tenant: ended(tenant))  # type: ignore[misc]
             await state.evals_changed.wait()
     finally:
+        leases.on_renewed.remove(follow_others)
         left = [*running.values()]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _claimed(state: State, run: EvalRunRecord) -> bool:
+    try:
+        return await state.store.leases.claim("eval", run.id)
+    except StateError:  # the next turn tries again
+        return False
 
 
 async def _finish(state: State, run: EvalRunRecord) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
@@ -17,6 +17,7 @@ from coserve.serve.responses.items import read_item
 from coserve.serve.responses.schema import ResponseRequest
 from coserve.serve.responses.work import ResponseWork, ended, prepared, produced
 from coserve.serve.state import State
+from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import ResponseRecord
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class ResponseRuns:
         self._state = state
         self._runs: dict[str, _Run] = {}
         self._counts = Counter[str]()  # by tenant
+        state.store.leases.on_renewed.append(self._follow_others)
 
     def check(self, tenant: str) -> None:
         """Raises ApiError 429 where the tenant has as many under way as may wait."""
@@ -52,13 +54,23 @@ class ResponseRuns:
         """Stores a response, and begins to make it. Raises QuotaExceeded."""
         assert work.row is not None
         await self._state.store.responses.add(work.row, work.items)
-        self._start(work.row, work)
+        if await self._state.store.leases.claim("response", work.row.id):
+            self._start(work.row, work)
 
     async def resume(self) -> None:
-        """Goes on with all that were under way when the server ended."""
+        """Goes on with all that were under way when a server ended."""
+        leases = self._state.store.leases
         for row in await self._state.store.responses.unfinished():
-            if row.id not in self._runs:
+            if row.id not in self._runs and await leases.claim("response", row.id):
                 self._start(row, None)
+
+    async def _follow_others(self, lost: Set[LeaseKey]) -> None:
+        """Leaves responses that other servers have taken, and takes those that nobody has."""
+        for _, id in (key for key in lost if key[0] == "response"):
+            if (run := self._runs.get(id)) is not None:
+                run.task.cancel()
+        await self.resume()
+        await self._state.store.leases.release_but("response", self._runs)
 
     async def body(self, row: ResponseRecord) -> str:
         """A response as it is now, as JSON. Its end is told once it is stored."""

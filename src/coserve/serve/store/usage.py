@@ -18,12 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, delete, func, literal, select
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy import ColumnElement, Select, delete, func, select
 from sqlalchemy.orm import Session
 
+from coserve.core.disk import write_whole
 from coserve.errors import CoserveError
 from coserve.serve.store.database import Database
+from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import MergedSegment, TenantRows, UsageRecord
 from coserve.wire.logs import context
 
@@ -55,6 +56,7 @@ class UsageStore:
         self._unsaved = b""
         self._merging = asyncio.Lock()
         self._next: int | None = None  # the number of the next segment
+        self._journal = ""  # its name: other servers have journals of their own
 
     def add(self, tenant: str, model: str, version: str, used: Used) -> None:
         """Appends a line for a call of the tenant with this id, in the present context."""
@@ -84,7 +86,8 @@ class UsageStore:
 
     async def open(self) -> None:
         """Merges what an earlier process has left. Before, lines wait in memory."""
-        merged = await self._database.read(lambda session: session.scalar(select(MergedSegment.segment))) or 0
+        self._journal = await asyncio.to_thread(self._name)
+        merged = await self._database.read(partial(_merged, journal=self._journal))
         self._next = max([merged, *self._segments()]) + 1
         await self.merge()
 
@@ -99,7 +102,7 @@ class UsageStore:
             for number in self._segments():  # later ones are not among them
                 path = self._folder / f"{number}.jsonl"
                 sums = await asyncio.to_thread(_sums, path)
-                await self._database.write(partial(_merge, segment=number, sums=sums))
+                await self._database.write(partial(_merge, journal=self._journal, segment=number, sums=sums))
                 path.unlink(missing_ok=True)
 
     async def run(self) -> None:
@@ -157,6 +160,13 @@ class UsageStore:
             os.close(self._file)
             self._file = None
 
+    def _name(self) -> str:
+        path = self._folder / "id"
+        if not (name := path.read_text(encoding="utf-8").strip() if path.is_file() else ""):
+            name = new_id("journal")
+            write_whole(path, [name.encode()])
+        return name
+
     def _segments(self) -> list[int]:
         return sorted(int(path.stem) for path in self._folder.glob("*.jsonl") if path.stem.isdigit())
 
@@ -169,33 +179,43 @@ def note_trained(session: Session, now: int, tenant: str, model: str, tokens: in
 
 def note_kept(session: Session, now: int) -> None:
     """Notes the bytes that are kept of each tenant, the most of each hour."""
-    hour, empty = literal(now // HOUR * HOUR), literal("")
-    sums = select(hour, TenantRows.tenant, empty, empty, empty, *(literal(0) for _ in COUNTS))
-    kept = sums.add_columns(func.sum(TenantRows.bytes)).where(TenantRows.tenant.is_not(None))
-    kept = kept.group_by(TenantRows.tenant)
-    written = insert(UsageRecord).from_select(["hour", *GROUPS, *COUNTS, "kept_bytes"], kept)
-    most = func.max(UsageRecord.kept_bytes, written.excluded.kept_bytes)
-    session.execute(
-        written.on_conflict_do_update(index_elements=["hour", *GROUPS], set_={"kept_bytes": most})
-    )
+    sums = select(TenantRows.tenant, func.sum(TenantRows.bytes)).where(TenantRows.tenant.is_not(None))
+    for tenant, nbytes in session.execute(sums.group_by(TenantRows.tenant)).all():
+        row = _row(session, (now // HOUR * HOUR, tenant, "", "", ""))
+        row.kept_bytes = max(row.kept_bytes, int(nbytes))
 
 
 def _merge(
-    session: Session, segment: int, sums: Iterable[tuple[tuple[int, str, str, str, str], Used]]
+    session: Session,
+    journal: str,
+    segment: int,
+    sums: Iterable[tuple[tuple[int, str, str, str, str], Used]],
 ) -> None:
     """Adds a segment's sums, unless it was merged already."""
-    if segment <= (session.scalar(select(MergedSegment.segment)) or 0):
+    if segment <= _merged(session, journal):
         return
     _add(session, sums)
-    session.merge(MergedSegment(1, segment))
+    session.merge(MergedSegment(journal, segment))
+
+
+def _merged(session: Session, journal: str) -> int:
+    found = session.get(MergedSegment, journal)
+    return 0 if found is None else found.segment
 
 
 def _add(session: Session, sums: Iterable[tuple[tuple[int, str, str, str, str], Used]]) -> None:
     for names, used in sums:
-        values = dict(zip(("hour", *GROUPS), names, strict=True)) | used._asdict() | {"kept_bytes": 0}
-        written = insert(UsageRecord).values(values)
-        grown = {name: getattr(UsageRecord, name) + written.excluded[name] for name in COUNTS}
-        session.execute(written.on_conflict_do_update(index_elements=["hour", *GROUPS], set_=grown))
+        row = _row(session, names)
+        for name in COUNTS:
+            setattr(row, name, getattr(row, name) + getattr(used, name))
+
+
+def _row(session: Session, names: tuple[int, str, str, str, str]) -> UsageRecord:
+    """The row with these names, made if there is none."""
+    if (row := session.get(UsageRecord, names)) is None:
+        row = UsageRecord(*names, *(0 for _ in COUNTS), 0)
+        session.add(row)
+    return row
 
 
 def _sums(path: Path) -> list[tuple[tuple[int, str, str, str, str], Used]]:

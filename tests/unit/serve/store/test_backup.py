@@ -214,14 +214,14 @@ def test_a_database_of_an_earlier_shape_is_upgraded_once_it_is_asked_for(
         return result.exit_code, result.output or str(result.exception)
 
     shutil.copy(filled / "coserve.db", tmp_path)
-    assert run("upgrade", "--check") == (0, "database: shape 0015, this version's is 0015\nnothing to do\n")
+    assert run("upgrade", "--check") == (0, "database: shape 0019, this version's is 0019\nnothing to do\n")
     with closing(sqlite3.connect(tmp_path / "coserve.db")) as database, database:
         database.execute("UPDATE alembic_version SET version_num = '0013'")
         for table in ("usage", "usage_merged", "audit"):
             database.execute(f"DROP TABLE {table}")
     code, said = run("upgrade", "--check")
     assert code == 0 and "0015  Tables for operators" in said and "cannot be undone" in said
-    assert "upgraded to shape 0015" in run("upgrade")[1] and "nothing to do" in run("upgrade")[1]
+    assert "upgraded to shape 0019" in run("upgrade")[1] and "nothing to do" in run("upgrade")[1]
     with closing(sqlite3.connect(tmp_path / "coserve.db")) as database, database:
         database.execute("UPDATE alembic_version SET version_num = '9999'")
     code, said = run("upgrade")

@@ -18,7 +18,7 @@ def upgrade() -> None:
         *(_count("output_tokens"), _count("trained_tokens"), _count("kept_bytes")),
     )
     op.create_index("usage_of_tenant", "usage", ["tenant", "hour"])
-    op.create_table("usage_merged", sa.Column("id", sa.Integer, primary_key=True), _count("segment"))
+    op.create_table("usage_merged", sa.Column("journal", sa.Text, primary_key=True), _count("segment"))
     op.create_table(
         "audit",
         sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
@@ -29,6 +29,16 @@ def upgrade() -> None:
     )
     op.create_index("audit_of_tenant", "audit", ["tenant", "number"])
     op.create_index("ix_audit_time", "audit", ["time"])
+    if op.get_context().dialect.name == "postgresql":
+        op.execute(
+            "CREATE FUNCTION refuse_audit_change() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN RAISE EXCEPTION 'the audit log is append-only'; END $$"
+        )
+        op.execute(
+            "CREATE TRIGGER audit_is_append_only BEFORE UPDATE ON audit "
+            "FOR EACH ROW EXECUTE FUNCTION refuse_audit_change()"
+        )
+        return
     op.execute(
         "CREATE TRIGGER audit_is_append_only BEFORE UPDATE ON audit "
         "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END"
