@@ -17,7 +17,10 @@ for provider in ("openai", "hosted_vllm"):
     days = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}
     function = {"name": "weather", "parameters": days}
     called = litellm.completion(
-        messages=asked, tools=[{"type": "function", "function": function}], tool_choice="required", **{**given, "max_tokens": 256}
+        messages=asked,
+        tools=[{"type": "function", "function": function}],
+        tool_choice="required",
+        **{**given, "max_tokens": 256},
     )
     assert called.choices[0].message.tool_calls[0].function.name == "weather", called
 

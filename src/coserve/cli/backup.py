@@ -148,8 +148,15 @@ def _print_plan(found: dict[str, Any]) -> None:
 
 
 def _state(context: typer.Context, state: Path | None, model: str | None) -> Path:
-    """The state folder that `coserve serve` would use with the same flags."""
+    """The state folder that `coserve serve` would use with the same flags. Raises StateError where the
+    database is elsewhere."""
     from coserve.cli.config import load_server_settings
 
     flags = given(state=None if state is None else str(state), model=model)
-    return load_server_settings(flags, config_of(context)).state
+    settings = load_server_settings(flags, config_of(context))
+    if settings.database:
+        raise StateError(
+            "the database is not in the state folder: copy it with the tools of PostgreSQL (pg_dump), which the "
+            "server's start upgrades, and the folder as any other"
+        )
+    return settings.state

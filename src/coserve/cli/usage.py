@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coserve.cli.keys import Model, with_store
-from coserve.cli.options import AsJson, State
+from coserve.cli.options import AsJson, DatabaseUrl, State
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def usage(
     days: Days = 30.0,
     tenant: Tenant = None,
     state: State = None,
+    database: DatabaseUrl = None,
     model: Model = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV instead of a table.")] = False,
     as_json: AsJson = False,
@@ -64,7 +65,7 @@ def usage(
             for start, groups, counts in found
         ]
 
-    rows = with_store(context, state, model, read)
+    rows = with_store(context, state, model, database, read)
     if as_json:
         return print_json(rows)
     if as_csv:
@@ -79,6 +80,7 @@ def audit(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="The newest so many.")] = 1000,
     tenant: Tenant = None,
     state: State = None,
+    database: DatabaseUrl = None,
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
@@ -92,7 +94,7 @@ def audit(
         rows = [{"time": _moment(row.time), **{name: getattr(row, name) for name in told}} for row in found]
         return [row | {"tenant": names.get(row["tenant"], row["tenant"])} for row in rows]
 
-    rows = with_store(context, state, model, read)
+    rows = with_store(context, state, model, database, read)
     if as_json:
         return print_json(rows)
     columns = tuple(rows[0]) if rows else ()

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final, TypeVar
 
@@ -50,8 +51,9 @@ class Database(ABC):
 
         Cancelling the caller does not undo it.
         """
-        run = copy_context().run  # the caller's, for the audit log
-        return await asyncio.get_running_loop().run_in_executor(self._writer, run, self._run, self._writes, work)
+        run = partial(self._run, self._writes, work)
+        # In the caller's context, for the audit log.
+        return await asyncio.get_running_loop().run_in_executor(self._writer, copy_context().run, run)
 
     @abstractmethod
     def now(self, session: Session) -> float:

@@ -21,9 +21,9 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import ColumnElement, Select, delete, func, select
 from sqlalchemy.orm import Session
 
-from coserve.core.disk import write_whole
 from coserve.errors import CoserveError
 from coserve.serve.store.database import Database
+from coserve.serve.store.durable import write_whole
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import MergedSegment, TenantRows, UsageRecord
 from coserve.wire.logs import context
@@ -213,7 +213,7 @@ def _add(session: Session, sums: Iterable[tuple[tuple[int, str, str, str, str], 
 def _row(session: Session, names: tuple[int, str, str, str, str]) -> UsageRecord:
     """The row with these names, made if there is none."""
     if (row := session.get(UsageRecord, names)) is None:
-        row = UsageRecord(*names, *(0 for _ in COUNTS), 0)
+        row = UsageRecord(*names, 0, 0, 0, 0, 0, 0)
         session.add(row)
     return row
 

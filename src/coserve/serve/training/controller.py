@@ -271,9 +271,11 @@ class JobController:
                 is_left = job.status == JobStatus.RUNNING and job.id not in self._inside
                 if is_left and await self._store.jobs.take(job.id) is not None:
                     await self._start(job)  # ignored by the engine if the job's end is on its way
-                elif job.saving and job.id not in self._inside:  # its engine died before it had stopped
-                    if await self._store.leases.claim("job", job.id):
-                        await self._save(job)
+                is_unsaved = (
+                    job.saving and job.id not in self._inside
+                )  # its engine died before it had stopped
+                if is_unsaved and await self._store.leases.claim("job", job.id):
+                    await self._save(job)
             await self._bring_in()
 
     async def _heard(self, numbered: Numbered) -> None:
