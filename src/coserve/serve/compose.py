@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -13,7 +13,10 @@ from typing import Final
 from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError, CoserveError
 from coserve.serve.adapter_registry.catalog import ApproximateModel
+from coserve.serve.adapter_registry.following import following
 from coserve.serve.adapter_registry.imports import digest
+from coserve.serve.artifacts.objects import objects_at
+from coserve.serve.artifacts.shared import SharedArtifacts
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import LASTING, Suspect, WorkItem
 from coserve.serve.evals.runs import running_evals
@@ -52,7 +55,10 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         settings.max_idempotency_keys,
         settings.idempotency_seconds,
     )
-    with Store(settings.state, quotas=quotas) as store:
+    with (
+        _artifacts(settings) as artifacts,
+        Store(settings.state, quotas=quotas, artifacts=artifacts) as store,
+    ):
         await _check_keys(settings, store)
         link = EngineLink(socket, settings.engine_wait_seconds)
         state = State(settings, store, link, text, JobController(settings, store, link))
@@ -66,11 +72,31 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
             state.queue.know(tenant)
         reporting = Reporting(settings, store)
         await _wire(state, reporting)
+        link.bring, link.on_load = store.artifacts.get, state.routers.lora_adapter_load_seconds.observe
         try:
-            async with _running(link), _sweeping(store, settings), running_evals(state):
+            async with (
+                _running(link),
+                _sweeping(store, settings),
+                running_evals(state),
+                following(state, artifacts) if artifacts else contextlib.nullcontext(),
+            ):
                 yield state
         finally:
             await reporting.close()
+
+
+@contextlib.contextmanager
+def _artifacts(settings: ServerSettings) -> Iterator[SharedArtifacts | None]:
+    """Context with the artifacts that several servers share; None for a server alone. Raises ConfigError."""
+    if not settings.artifacts:
+        yield None
+        return
+    objects = objects_at(settings.artifacts)
+    shared = SharedArtifacts(settings.state.resolve(), objects, settings.max_artifact_bytes)
+    try:
+        yield shared
+    finally:
+        shared.close()
 
 
 def _recommended(settings: ServerSettings) -> dict[str, SamplingParams]:
