@@ -4,12 +4,13 @@ Gateway API's inference extension, the production stack's router, autoscalers.""
 import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
-if TYPE_CHECKING:
-    from coserve.serve.state import State
+from coserve.serve.adapter_registry.catalog import Catalog
+from coserve.serve.answering.fair import FairQueue
+from coserve.serve.engine.link import EngineLink
 
 _LOADS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _MODEL: Final = ("model_name",)
@@ -50,13 +51,13 @@ class RouterMetrics:
             registry=registry,
         )
 
-    def show(self, state: "State") -> None:
+    def show(self, catalog: Catalog, link: EngineLink, queue: FairQueue, page_size: int) -> None:
         """Sets all gauges to the present state."""
-        model, hello, stats = state.catalog.base.name, state.link.hello, state.link.stats
-        self.num_requests_running.labels(model).set(state.queue.inside)
-        self.num_requests_waiting.labels(model).set(state.queue.waiting)
-        running = {live.request.adapter for live in state.link.live.values()}
-        used = state.catalog.used
+        model, hello, stats = catalog.base.name, link.hello, link.stats
+        self.num_requests_running.labels(model).set(queue.inside)
+        self.num_requests_waiting.labels(model).set(queue.waiting)
+        running = {live.request.adapter for live in link.live.values()}
+        used = catalog.used
         self.lora_requests_info.clear()
         most = 0 if hello is None else hello.max_running
         self.lora_requests_info.labels(
@@ -72,11 +73,11 @@ class RouterMetrics:
             1.0 - stats.free_pages / stats.pages if stats.pages else 0.0
         )
         self.cache_config_info.clear()
-        self.cache_config_info.labels(model, str(state.settings.engine.page_size), str(stats.pages)).set(1)
+        self.cache_config_info.labels(model, str(page_size), str(stats.pages)).set(1)
         pinned = frozenset(stats.paging.pinned)
         self.num_gpu_loaded_lora_adapters.labels(model).set(len(stats.paging.resident))
         for key in stats.paging.resident[-MOST_LISTED:]:
-            if (name := state.catalog.name_of(key)) is not None:
+            if (name := catalog.name_of(key)) is not None:
                 self.lora_adapter_loaded.labels(name, "gpu", str(key in pinned).lower(), "0").set(1)
 
 

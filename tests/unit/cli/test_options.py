@@ -19,7 +19,7 @@ OTHERS = {
     "host_memory": "1GiB", "adapter_memory": "64MiB", "swap_space": "0", "cache_dtype": "int8",
     "policy": "adaptive",
     "log_level": "debug", "host": "::1", "name": "n", "state": "/s", "adapter_root": "/a",
-    "tool_format": "hermes", "generation_config": "auto", "pooling_type": "last",
+    "artifacts": "s3://b/p", "tool_format": "hermes", "generation_config": "auto", "pooling_type": "last",
 }  # fmt: skip
 OF_TYPE: dict[Any, str] = {int: "7", float: "7.5", tuple: "a.example"}
 
