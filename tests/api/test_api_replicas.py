@@ -3,6 +3,8 @@
 import asyncio
 import json
 import struct
+import sys
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -10,13 +12,18 @@ from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+import fake_engine
 from coserve.serve.adapter_registry import following
 from coserve.serve.artifacts import objects
 from coserve.wire.messages import AddAdapter, JobSpec
 from object_store import URL, ObjectStoreServer, object_store
 from serving import SECONDS, World, world
 from training import Trainer, create, started
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+import endpoint_picker
 
 Story = Callable[[World, World], Coroutine[Any, Any, None]]
 
@@ -72,6 +79,15 @@ def test_what_one_server_imports_the_other_answers_with_pins_and_loses(
         assert await load(a, "poet", make_adapter(tmp_path / "one")) == 200
         for it in (b, a, b):
             assert (await ask(it, "poet")).status_code == 200
+        for path, more in (
+            ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+            ("/v1/responses", {"input": "x", "max_output_tokens": 16}),
+            ("/v1/embeddings", {"input": "x"}),
+        ):
+            answer = await b.http.post(path, json={"model": "poet", **more})
+            assert answer.headers.get("x-coserve-version") == answered_by(b), path
         first = answered_by(a)
         assert first is not None and answered_by(b) == first
         folder = b.state.store.adapter_folder(first)
@@ -171,6 +187,97 @@ def test_nothing_that_was_acknowledged_is_lost_while_the_store_is_full_or_away(
 
     with object_store(monkeypatch) as server:
         tell(lambda a, b: story(a, b, server), tmp_path, URL)
+
+
+def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
+    """Labels and values of a metric."""
+    families = text_string_to_metric_families(text)
+    return [(one.labels, one.value) for family in families for one in family.samples if one.name == name]
+
+
+def test_metrics_have_the_names_that_routers_read(tmp_path: Path) -> None:
+    async def story(a: World, b: World) -> None:
+        make_adapter(tmp_path / "one")
+        for name in ("poet", "with,comma"):
+            assert await load(a, name, "one") == 200
+        assert (await a.http.post("/v1/adapters/poet/pin")).status_code == 200
+        a.engine.step_seconds = 0.05
+        body = {"model": "poet", "prompt": "x", "max_tokens": 50, "ignore_eos": True}
+        asked = [asyncio.create_task(a.http.post("/v1/completions", json=body)) for _ in range(3)]
+        await a.until(lambda: len(a.engine.running) == 3)
+        await a.until(lambda: a.state.link.stats is not None and a.state.link.stats.paging.pinned)
+        text = (await a.http.get("/metrics")).text
+        assert samples(text, "vllm:num_requests_running") == [({"model_name": "tiny"}, 3.0)]
+        assert samples(text, "vllm:num_requests_waiting") == [({"model_name": "tiny"}, 0.0)]
+        ((labels, since),) = samples(text, "vllm:lora_requests_info")
+        assert labels == {
+            "max_lora": str(a.engine.max_running),
+            "running_lora_adapters": "poet",
+            "waiting_lora_adapters": "",
+        }
+        assert abs(since - time.time()) < SECONDS
+        loaded = {"adapter_name": "poet", "level": "gpu", "pinned": "true", "rank": "0"}
+        assert samples(text, "vllm:lora_adapter_loaded") == [(loaded, 1.0)]
+        assert samples(text, "vllm:num_gpu_loaded_lora_adapters") == [({"model_name": "tiny"}, 2.0)]
+        assert samples(text, "vllm:lora_adapter_load_seconds_count") == [({}, 2.0)]
+        ((labels, _),) = samples(text, "vllm:cache_config_info")
+        assert labels["block_size"] == str(a.state.settings.engine.page_size)
+        assert samples(text, "vllm:kv_cache_usage_perc")[0][1] >= 0.0
+        found = endpoint_picker.described(text)
+        assert (found.load, found.waiting, found.adapters) == (3.0, 0.0, {"poet"})
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await a.until(lambda: not a.state.catalog.used)
+        text = (await a.http.get("/metrics")).text
+        ((labels, _),) = samples(text, "vllm:lora_requests_info")
+        assert labels["running_lora_adapters"] == ""
+        assert endpoint_picker.described(text).adapters == {"poet"}
+
+    tell(story, tmp_path, str(tmp_path / "common"))
+
+
+def test_a_picker_loads_no_adapter_twice_without_need_and_spreads_a_hot_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_engine, "SPEAK_SECONDS", 0.05)
+
+    async def story(a: World, b: World) -> None:
+        names = [f"poet-{i}" for i in range(6)]
+        make_adapter(tmp_path / "one")
+        for name in names:
+            assert await load(a, name, "one") == 200
+        worlds = {"a": a, "b": b}
+        for it in worlds.values():
+            await it.engine.die()
+            await it.engine.start()  # which has none of them
+            await it.state.link.wait_ready(SECONDS)
+
+        async def read() -> dict[str, endpoint_picker.Endpoint]:
+            return {
+                name: endpoint_picker.described((await it.http.get("/metrics")).text)
+                for name, it in worlds.items()
+            }
+
+        def loaded() -> int:
+            return sum(isinstance(one, AddAdapter) for it in worlds.values() for one in it.engine.said)
+
+        before = loaded()
+        for _ in range(3):
+            for name in names:
+                picked = endpoint_picker.pick(name, await read())
+                assert (await ask(worlds[picked], name)).status_code == 200
+            for it in worlds.values():  # statistics come once a second
+                seen = it.state.link.stats
+                await it.until(lambda it=it, seen=seen: it.state.link.stats is not seen)
+        assert loaded() - before == len(names)
+        assert all(any(isinstance(one, AddAdapter) for one in it.engine.said) for it in worlds.values())
+
+        endpoints = await read()
+        hot = [endpoint_picker.pick("poet-0", endpoints) for _ in range(12)]
+        assert 4 <= hot.count("a") <= 8
+
+    tell(story, tmp_path, str(tmp_path / "common"))
 
 
 async def _end(trainer: Trainer, job: str) -> None:
