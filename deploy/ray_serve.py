@@ -1,9 +1,9 @@
-"""coserve behind Ray Serve: each replica is a server of its own, and multiplexing knows which has which adapter.
+"""coserve behind Ray Serve: each replica is a server, and multiplexing knows who has which adapter.
 
     serve run deploy.ray_serve:application model=/models/base state=/var/coserve artifacts=s3://bucket/prefix
 
-Clients send their adapter's name as the header `serve_multiplexed_model_id`, too. Ray then prefers a replica that
-has it, and takes another where that one is busy.
+Clients send their adapter's name as the header `serve_multiplexed_model_id`, too. Ray then prefers a replica
+that has it, and takes another where that one is busy.
 """
 
 import asyncio
