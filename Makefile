@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow check bench gpu tiny install dev clean
+.PHONY: demo test slow postgres check bench gpu tiny install dev clean
 
 demo: install
 	@mkdir -p build
@@ -20,6 +20,10 @@ test: dev
 
 slow: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+# On PostgreSQL, which has to be installed.
+postgres: dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m postgres
 
 check: dev
 	$(BIN)/ruff check src benchmarks tests examples

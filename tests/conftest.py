@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from postgres import PostgresServer, postgres_server, programs
+
 # Tests are imported without collections of garbage, which look at ever more that stays and take a fifth of
 # the time; what has been imported is left out of later ones (`pytest_collection_finish`).
 gc.disable()
@@ -137,6 +139,15 @@ def no_client_stays() -> Iterator[None]:
     for task in left:
         task.get_loop().call_soon_threadsafe(task.cancel)  # the next test is not to be blamed
     assert not left, f"{len(left)} tinker clients were not closed: leave them as contexts"
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server, for tests with the marker `postgres`."""
+    if programs() is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    with postgres_server() as server:
+        yield server
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

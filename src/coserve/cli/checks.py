@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from coserve.core.control_group import usable_processors
-from coserve.errors import CoserveError, StateError
+from coserve.errors import ConfigError, CoserveError, StateError
 from coserve.memory.budget import process_capacity
 from coserve.serve.processes.claim import find_running
 from coserve.serve.settings import ServerSettings
@@ -154,8 +154,14 @@ def _state_folder(settings: ServerSettings) -> Iterator[Check]:
     else:
         yield Check(STATE, Level.GOOD, found)
     try:
-        examine(settings.database)
-    except StateError as error:
+        if settings.database:
+            from coserve.serve.store.opening import open_database
+
+            open_database(folder, settings.database).close()
+            yield Check("database", Level.GOOD, "PostgreSQL answers, and has this version's tables")
+        else:
+            examine(settings.database_file)
+    except (StateError, ConfigError) as error:
         what, _, advice = str(error).partition("; ")
         yield Check("database", Level.BROKEN, what, advice)
     running = find_running(folder)

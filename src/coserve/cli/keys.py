@@ -109,5 +109,5 @@ def with_store(
     async def run(store: Store) -> T:
         return await work(store)
 
-    with Store(settings.state) as store:
+    with Store(settings.state, database=settings.database) as store:
         return asyncio.run(run(store))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from coserve.core.request import SamplingParams
-from coserve.errors import ConfigError, CoserveError
+from coserve.errors import ConfigError, CoserveError, StateError
 from coserve.serve.adapter_registry.catalog import ApproximateModel
 from coserve.serve.adapter_registry.following import following
 from coserve.serve.adapter_registry.imports import digest
@@ -23,6 +23,9 @@ from coserve.serve.evals.runs import running_evals
 from coserve.serve.reporting.observer import Reporting
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
+from coserve.serve.store.durable import write_whole
+from coserve.serve.store.ids import new_id
+from coserve.serve.store.leases import RENEW_SECONDS
 from coserve.serve.store.quarantine import Suspects
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter
@@ -55,9 +58,12 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         settings.max_idempotency_keys,
         settings.idempotency_seconds,
     )
+    owner = await asyncio.to_thread(_owner, settings.state)
     with (
         _artifacts(settings) as artifacts,
-        Store(settings.state, quotas=quotas, artifacts=artifacts) as store,
+        Store(
+            settings.state, quotas=quotas, artifacts=artifacts, database=settings.database, owner=owner
+        ) as store,
     ):
         await _check_keys(settings, store)
         link = EngineLink(socket, settings.engine_wait_seconds)
@@ -76,6 +82,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         try:
             async with (
                 _running(link),
+                _leasing(state),
                 _sweeping(store, settings),
                 running_evals(state),
                 following(state, artifacts) if artifacts else contextlib.nullcontext(),
@@ -174,6 +181,37 @@ async def _wire(state: State, reporting: Reporting) -> None:
     news.on_connect.insert(0, forget_jobs)
     news.on_connect.append(pin)
     news.on_news = take
+
+
+def _owner(state: Path) -> str:
+    """This server's name in leases, which the state folder keeps. A name that comes twice, with a copy of the
+    folder, does no harm: fencing numbers differ."""
+    path = state / "server.id"
+    if not (name := path.read_text(encoding="utf-8").strip() if path.is_file() else ""):
+        name = new_id("server")
+        write_whole(path, [f"{name}\n".encode()])
+    return name
+
+
+@asynccontextmanager
+async def _leasing(state: State) -> AsyncIterator[None]:
+    """Context in which this server's leases are renewed, and what others change is followed."""
+
+    async def turn() -> None:
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            try:
+                lost = await state.store.leases.renew()
+                await state.job_controller.follow(lost)
+            except StateError as error:
+                log.warning("leases could not be renewed: %s", error)
+
+    task = asyncio.create_task(turn(), name="leases")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from coserve.text.tools.formats import named_format
 
 LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
 LEAST_WATCHDOG = 2.0  # seconds; processes beat twice in one
+POSTGRES = ("postgresql", "postgres")  # schemes of a database's URL
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ANY = "*"  # in lists of hosts and origins
 # Experiment trackers by the name of their extra, and the module that shows whether it is installed.
@@ -63,6 +64,10 @@ class ServerSettings:
     state: Annotated[Path, Flag("Folder of all that outlives the server.", "FOLDER")]
     # Empty: the model's hub name, or its folder's.
     name: Annotated[str, Flag("What clients call the base model.")] = ""
+    # Empty: coserve.db in the state folder.
+    database: Annotated[
+        str, Flag("postgresql://user@host/name of several servers; a file of --state without.", "URL")
+    ] = ""
     host: Annotated[str, Flag("Address to listen on; {default} by default.")] = "127.0.0.1"
     port: Annotated[int, Range(0, 65535), Flag("{default} by default; 0 takes a free one.")] = 8000
     bases: Mapping[str, str] = field(default_factory=dict)
@@ -163,6 +168,7 @@ class ServerSettings:
         check_ranges(self)
         if self.artifacts:
             check_place(self.artifacts)
+        check_url(self.database)
         if self.watchdog_seconds and not LEAST_WATCHDOG <= self.watchdog_seconds < float("inf"):
             raise ConfigError(
                 f"watchdog_seconds must be a number of seconds >= {LEAST_WATCHDOG:g}, or 0 for no watchdog, "
@@ -272,7 +278,8 @@ class ServerSettings:
         return is_loopback(self.host.strip("[]"))
 
     @property
-    def database(self) -> Path:
+    def database_file(self) -> Path:
+        """The database without a `database` elsewhere."""
         return self.state / "coserve.db"
 
     @property
@@ -304,6 +311,15 @@ class ServerSettings:
         runtime = os.environ.get("XDG_RUNTIME_DIR")
         folder = Path(runtime) if runtime else Path(tempfile.gettempdir(), f"coserve-{os.getuid()}")
         return folder / f"coserve-{short}.sock"
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError for a database's URL that is none, without its password."""
+    if not url:
+        return
+    scheme, _, rest = url.partition("://")
+    if scheme not in POSTGRES or not rest.partition("?")[0].rpartition("/")[2] or "/" not in rest:
+        raise ConfigError("database must be a URL as postgresql://user@host:5432/name")
 
 
 def is_loopback(host: str) -> bool:

@@ -20,6 +20,7 @@ OTHERS = {
     "policy": "adaptive",
     "log_level": "debug", "host": "::1", "name": "n", "state": "/s", "adapter_root": "/a",
     "artifacts": "s3://b/p", "tool_format": "hermes", "generation_config": "auto", "pooling_type": "last",
+    "database": "postgresql://u@h/d",
 }  # fmt: skip
 OF_TYPE: dict[Any, str] = {int: "7", float: "7.5", tuple: "a.example"}
 

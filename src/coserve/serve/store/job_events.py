@@ -1,4 +1,4 @@
-"""Stores engines' job events, each exactly once.
+"""Stores engines' job events, each exactly once, and only the job's owner's.
 
 An event is identified by its engine's generation and its number; the mark of the last stored event moves in
 the same transaction as the event's rows. A resumed job repeats the steps since its checkpoint, which replace
@@ -20,6 +20,7 @@ from coserve.serve.store.database import Database
 from coserve.serve.store.durable import RESUMING
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, fail_job, job_in
+from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import bytes_in
 from coserve.serve.store.records import Adapter, CheckpointRecord, Event, File, JobRecord, NewsMark
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep, JobWaiting
@@ -32,10 +33,14 @@ class JobEventStore:
     """Stores job events. Those of a finished or unknown job only move the mark."""
 
     def __init__(
-        self, database: Database, clock: Callable[[], float], relative: Callable[[Path], Path]
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        relative: Callable[[Path], Path],
+        leases: Leases,
     ) -> None:
         """`relative` makes paths relative to the state folder."""
-        self._database, self._clock, self._relative = database, clock, relative
+        self._database, self._clock, self._relative, self._leases = database, clock, relative, leases
 
     async def seen(self, mark: NewsMark) -> bool:
         """Tells whether this event is stored."""
@@ -44,13 +49,15 @@ class JobEventStore:
         )
 
     async def forget_engines_before(self, generation: str) -> None:
-        """Removes the marks of earlier engines, which never return once a later one has connected."""
-        old = delete(NewsMark).where(NewsMark.generation != generation)
+        """Removes the marks of this server's earlier engines, which never return once a later one has
+        connected."""
+        own = NewsMark.owner.in_((self._leases.owner, ""))
+        old = delete(NewsMark).where(NewsMark.generation != generation, own)
         await self._database.write(lambda session: session.execute(old))
 
     async def skip(self, mark: NewsMark) -> None:
         """Marks an event without effect as stored."""
-        await self._database.write(lambda session: _move(session, mark))
+        await self._database.write(lambda session: self._move(session, mark))
 
     async def waiting(self, mark: NewsMark, news: JobWaiting) -> None:
         """Stores why a job waits."""
@@ -119,8 +126,9 @@ class JobEventStore:
 
         await self._take(mark, news.job, write)
 
-    async def succeeded(self, mark: NewsMark, id: str, step: int, adapter: Adapter, result: File) -> None:
-        """Stores a job's success, and its adapter and result file, which are on disk."""
+    async def succeeded(self, mark: NewsMark, id: str, step: int, adapter: Adapter, result: File) -> bool:
+        """Stores a job's success, and its adapter and result file, which are on disk. False, as below, where
+        another server has the job."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             add_adapter(session, adapter)
@@ -129,11 +137,11 @@ class JobEventStore:
             add_event(session, job, now, f"New fine-tuned model created: {adapter.name}")
             add_event(session, job, now, "The job has successfully completed")
 
-        await self._take(mark, id, write)
+        return await self._take(mark, id, write)
 
-    async def failed(self, mark: NewsMark, id: str, error: dict[str, Any]) -> None:
+    async def failed(self, mark: NewsMark, id: str, error: dict[str, Any]) -> bool:
         """Stores a job's failure. `error` has a code, a message and a param, as in OpenAI's API."""
-        await self._take(mark, id, lambda session, job, now: fail_job(session, job, now, error))
+        return await self._take(mark, id, lambda session, job, now: fail_job(session, job, now, error))
 
     async def stopped(self, mark: NewsMark, id: str, step: int, why: str) -> None:
         """Stores that a job left the engine resumable: it is queued again, unless it is paused. `why` as in
@@ -146,24 +154,36 @@ class JobEventStore:
 
         await self._take(mark, id, write)
 
-    async def cancelled(self, mark: NewsMark, id: str) -> None:
+    async def cancelled(self, mark: NewsMark, id: str) -> bool:
         """Stores a job's cancellation, usually known already."""
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             job.status, job.finished = JobStatus.CANCELLED, now
 
-        await self._take(mark, id, write)
+        return await self._take(mark, id, write)
 
-    async def _take(self, mark: NewsMark, id: str, work: Callable[[Session, JobRecord, int], None]) -> None:
-        """Runs `work` on an unfinished job, with the time in whole seconds, if the event is new."""
+    async def _take(self, mark: NewsMark, id: str, work: Callable[[Session, JobRecord, int], None]) -> bool:
+        """Runs `work` on an unfinished job, with the time in whole seconds, if the event is new. An event of
+        a job that another server has taken over changes nothing: False."""
 
-        def write(session: Session) -> None:
-            if _move(session, mark):
-                job = job_in(session, id)
-                if job is not None and not job.status.is_final:
-                    work(session, job, int(self._clock()))
+        def write(session: Session) -> bool:
+            if not self._move(session, mark):
+                return True
+            job = job_in(session, id)
+            if job is None or job.status.is_final:
+                return True
+            if own := self._leases.holds(session, "job", id):
+                work(session, job, int(self._clock()))
+            return own
 
-        await self._database.write(write)
+        return await self._database.write(write)
+
+    def _move(self, session: Session, mark: NewsMark) -> bool:
+        """Moves the mark to this event; False if it was stored before."""
+        if _is_seen(session.get(NewsMark, mark.generation), mark):
+            return False
+        session.merge(NewsMark(mark.generation, mark.number, self._leases.owner))
+        return True
 
 
 def _change_status(job: JobRecord, before: JobStatus, after: JobStatus) -> None:
@@ -174,15 +194,6 @@ def _change_status(job: JobRecord, before: JobStatus, after: JobStatus) -> None:
 
 def _is_seen(known: NewsMark | None, mark: NewsMark) -> bool:
     return known is not None and mark.number <= known.number
-
-
-def _move(session: Session, mark: NewsMark) -> bool:
-    """Moves the mark to this event; False if it was stored before."""
-    known = session.get(NewsMark, mark.generation)
-    if _is_seen(known, mark):
-        return False
-    session.merge(mark)
-    return True
 
 
 def _at(session: Session, kind: type[OfStep], news: JobStep | JobCheckpoint) -> OfStep | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session
 
 from coserve.core.job_status import UNFINISHED, JobStatus
@@ -12,6 +12,8 @@ from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.files import lasting
 from coserve.serve.store.ids import new_id
+from coserve.serve.store.labels import has_label, has_no_labels
+from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Page
 
@@ -20,9 +22,15 @@ class JobStore:
     """Jobs by tenant. `JobEventStore` stores engines' events."""
 
     def __init__(
-        self, database: Database, clock: Callable[[], float], quotas: Quotas, creations: CreationStore
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        quotas: Quotas,
+        creations: CreationStore,
+        leases: Leases,
     ) -> None:
         self._database, self._clock, self._quotas, self._creations = database, clock, quotas, creations
+        self._leases = leases
 
     async def add(self, job: JobRecord, message: str) -> None:
         """Adds a job with its first event. Raises ConflictError if one of its files is missing, and
@@ -57,10 +65,9 @@ class JobStore:
         """
         wanted: list[ColumnElement[bool]] = [JobRecord.tenant == tenant]
         if labels is not None and not labels:
-            wanted.append(or_(JobRecord.labels.is_(None), func.json(JobRecord.labels) == "{}"))
+            wanted.append(has_no_labels(JobRecord.labels))
         for key, value in (labels or {}).items():
-            pairs = func.json_each(JobRecord.labels).table_valued("key", "value")
-            wanted.append(select(pairs.c.key).where(pairs.c.key == key, pairs.c.value == value).exists())
+            wanted.append(has_label(JobRecord.labels, key, value))
         return await self._database.read(lambda session: page_of(session, JobRecord, wanted, after, limit))
 
     async def events(self, job: str, after: str | None, limit: int) -> Page[Event] | None:
@@ -104,6 +111,22 @@ class JobStore:
                 add_event(session, job, int(self._clock()), message, level)
 
         await self._database.write(write)
+
+    async def take(self, job: str) -> JobRecord | None:
+        """Makes this server the owner of a job that is queued or running, which then runs; returns it, None
+        if it is neither or another server's."""
+
+        def write(session: Session) -> tuple[JobRecord | None, int | None]:
+            wanted = JobRecord.id == job, JobRecord.status.in_((JobStatus.QUEUED, JobStatus.RUNNING))
+            found = session.scalar(select(JobRecord).where(*wanted))
+            fence = None if found is None else self._leases.take(session, "job", job)
+            if found is None or fence is None:
+                return None, None
+            found.status = JobStatus.RUNNING
+            return found, fence
+
+        found, fence = await self._database.write(write)
+        return found if self._leases.note("job", job, fence) else None
 
     async def move(
         self, job: str, source: Collection[JobStatus], status: JobStatus, message: str | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import delete, select
+from sqlalchemy import ColumnElement, delete, select
 from sqlalchemy.orm import Session
 
 from coserve.core.job_status import JobStatus
@@ -11,6 +11,7 @@ from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.database import Database
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, fail_job, job_in
+from coserve.serve.store.leases import Leases
 from coserve.serve.store.records import QuarantineRecord, SuspectRecord, TinkerRun
 
 Suspects = dict[tuple[str, str], tuple[int, int]]  # kind and subject: crashes, and progress
@@ -19,8 +20,10 @@ Suspects = dict[tuple[str, str], tuple[int, int]]  # kind and subject: crashes, 
 class QuarantineStore:
     """Requests, jobs, training sessions, adapters and checks in quarantine, and those on probation."""
 
-    def __init__(self, database: Database, clock: Callable[[], float], adapters: AdapterStore) -> None:
-        self._database, self._clock, self._adapters = database, clock, adapters
+    def __init__(
+        self, database: Database, clock: Callable[[], float], adapters: AdapterStore, leases: Leases
+    ) -> None:
+        self._database, self._clock, self._adapters, self._leases = database, clock, adapters, leases
 
     async def list(self) -> tuple[QuarantineRecord, ...]:
         """Quarantined work, the oldest first."""
@@ -40,7 +43,7 @@ class QuarantineStore:
             tenant = None if adapter is None else adapter.tenant
             if kind == "job" and (job := job_in(session, subject)) is not None:
                 tenant = job.tenant
-                if not job.status.is_final:
+                if not job.status.is_final and self._leases.holds(session, "job", subject):
                     fail_job(session, job, now, {"code": "quarantined", "message": reason, "param": None})
             elif kind == "session":
                 tenant = session.scalar(select(TinkerRun.tenant).where(TinkerRun.id == subject))
@@ -70,22 +73,28 @@ class QuarantineStore:
         return await self._database.write(write)
 
     async def suspects(self) -> Suspects:
-        """Work on probation."""
+        """Work on probation, of this server's engines."""
 
         def read(session: Session) -> Suspects:
-            rows = session.scalars(select(SuspectRecord))
+            rows = session.scalars(select(SuspectRecord).where(self._own_suspects))
             return {(row.kind, row.subject): (row.crashes, row.progress) for row in rows}
 
         return await self._database.read(read)
 
     async def suspect(self, suspects: Suspects) -> None:
-        """Replaces the set of suspects."""
+        """Replaces this server's set of suspects."""
 
         def write(session: Session) -> None:
-            session.execute(delete(SuspectRecord))
-            session.add_all(SuspectRecord(*item, *seen) for item, seen in suspects.items())
+            session.execute(delete(SuspectRecord).where(self._own_suspects))
+            session.add_all(
+                SuspectRecord(self._leases.owner, *item, *seen) for item, seen in suspects.items()
+            )
 
         await self._database.write(write)
+
+    @property
+    def _own_suspects(self) -> ColumnElement[bool]:
+        return SuspectRecord.owner.in_((self._leases.owner, ""))  # "": before servers had names
 
 
 def _reason(session: Session, kind: str, subject: str) -> str | None:

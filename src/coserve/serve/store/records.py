@@ -7,7 +7,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import JSON, Dialect, Float, ForeignKey, Index, Text, TypeDecorator, UniqueConstraint, false
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Dialect,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+    false,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, registry
 
 from coserve.core.job_status import JobStatus
@@ -40,6 +52,7 @@ class TableRow(MappedAsDataclass, DeclarativeBase):
     registry = registry(
         type_annotation_map={
             str: Text,
+            int: BigInteger().with_variant(Integer(), "sqlite"),  # where it has 64 bits, too
             float: Float,
             Path: _AsText(Path),
             JobStatus: _AsText(JobStatus),
@@ -304,10 +317,11 @@ class QuarantineRecord(Record):
 
 
 class SuspectRecord(TableRow):
-    """A job or an adapter present when an engine crashed, without progress since."""
+    """A job or an adapter present when an engine of the server `owner` crashed, without progress since."""
 
     __tablename__ = "suspects"
 
+    owner: Mapped[str] = mapped_column(primary_key=True)
     kind: Mapped[str] = mapped_column(primary_key=True)
     subject: Mapped[str] = mapped_column(primary_key=True)
     crashes: Mapped[int]
@@ -531,12 +545,26 @@ class TenantRows(TableRow):
 
 
 class NewsMark(TableRow):
-    """The `number` of the newest stored event of an engine generation (one start of its process)."""
+    """The `number` of the newest stored event of an engine generation (one start of its process, of the
+    server `owner`)."""
 
     __tablename__ = "news"
 
     generation: Mapped[str] = mapped_column(primary_key=True)
     number: Mapped[int]
+    owner: Mapped[str] = mapped_column(default="", server_default="")
+
+
+class Lease(TableRow):
+    """Says which server does a piece of work: see `leases.py`."""
+
+    __tablename__ = "leases"
+
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    subject: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str] = mapped_column(index=True)
+    fence: Mapped[int]
+    expires: Mapped[float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""The server's durable store: one SQLite file and folders, consistent after any crash.
+"""The server's durable store: a database and folders, consistent after any crash.
 
-    coserve.db      rows: a row is there once the method that adds it has returned
+    coserve.db      rows: a row is there once the method that adds it has returned (or in PostgreSQL)
     files/          uploads and results
     jobs/           each job's checkpoints
     adapters/       finished and imported adapters
@@ -29,11 +29,13 @@ from coserve.serve.artifacts.local import ArtifactStore, LocalArtifacts
 from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.batches import BatchStore
 from coserve.serve.store.creations import CreationStore
-from coserve.serve.store.database import Database
 from coserve.serve.store.evals import EvalStore
 from coserve.serve.store.files import MOST_EXPIRED, FileStore
+from coserve.serve.store.ids import new_id
 from coserve.serve.store.job_events import JobEventStore
 from coserve.serve.store.jobs import JobStore
+from coserve.serve.store.leases import Leases
+from coserve.serve.store.opening import open_database
 from coserve.serve.store.permissions import PermissionStore
 from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
@@ -77,7 +79,10 @@ class Store:
         clock: Callable[[], float] = time.time,
         quotas: Quotas | None = None,
         artifacts: ArtifactStore | None = None,
+        database: str = "",
+        owner: str = "",
     ) -> None:
+        """`database` is the URL of one that several servers share, `owner` this one's name in its leases."""
         self.folder = folder.resolve()
         self.artifacts = artifacts or LocalArtifacts()
         try:
@@ -85,15 +90,16 @@ class Store:
                 make_private(self.folder / part)
         except OSError as error:
             raise StateError(f"the state folder {self.folder} cannot be used: {error.strerror}") from error
-        self._database = Database(self.folder / "coserve.db")
+        self._database = open_database(self.folder, database)
         quotas = quotas or Quotas()
+        self.leases = Leases(self._database, owner or new_id("server"))
         self.tenants = TenantStore(self._database, clock)
         self.creations = CreationStore(self._database, clock, quotas)
         self.files = FileStore(self._database, clock, quotas, self.creations, self._put_file)
-        self.jobs = JobStore(self._database, clock, quotas, self.creations)
+        self.jobs = JobStore(self._database, clock, quotas, self.creations, self.leases)
         self.uploads = UploadStore(self._database, clock, quotas, self._put_file)
         self.batches = BatchStore(self._database, clock, quotas, self.creations, self._put_file)
-        self.job_events = JobEventStore(self._database, clock, self.path_of)
+        self.job_events = JobEventStore(self._database, clock, self.path_of, self.leases)
         self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations, self.artifacts)
         self.evals = EvalStore(self._database, clock, quotas)
         self.permissions = PermissionStore(self._database, clock, quotas)
@@ -102,7 +108,7 @@ class Store:
         self.responses = ResponseStore(self._database, clock, quotas)
         self.chats = ChatStore(self._database, clock, quotas)
         self.retention = RetentionStore(self._database, self.folder / "jobs", self.artifacts)
-        self.quarantine = QuarantineStore(self._database, clock, self.adapters)
+        self.quarantine = QuarantineStore(self._database, clock, self.adapters, self.leases)
 
     def file_path(self, file: File) -> Path:
         """Path of a file's bytes."""

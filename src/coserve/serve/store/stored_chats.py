@@ -7,6 +7,7 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.labels import has_label
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Page, StoredChat
 
@@ -47,7 +48,7 @@ class ChatStore:
         if model is not None:
             wanted.append(StoredChat.model == model)
         for name, value in labels.items():
-            wanted.append(func.json_extract(StoredChat.labels, f'$."{name}"') == value)
+            wanted.append(has_label(StoredChat.labels, name, value))
         size = func.length(StoredChat.body) + func.length(StoredChat.messages)
         return await self._database.read(
             lambda session: page_of(session, StoredChat, wanted, after, limit, ascending, size)

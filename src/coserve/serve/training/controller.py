@@ -9,6 +9,9 @@ The database has the desired state; the engine is made to follow whenever either
 and cancelled from each of the first three. A job that waits for memory in the engine counts as queued. A
 job's status changes before the engine gets the command, so a server killed in between repeats the command
 after its restart.
+
+Of several servers with one database, each has the jobs whose leases it holds (`store/leases.py`): it takes
+queued ones while it has room, and running ones whose owner is gone.
 """
 
 import asyncio
@@ -30,6 +33,7 @@ from coserve.serve.engine.probation import WorkItem
 from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.durable import RESUMING, sweep
+from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import Adapter, File, JobRecord, NewsMark
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
@@ -95,6 +99,7 @@ class JobController:
         self._leaving = ""  # the job that is being stopped for another tenant's
         self._weights: dict[str, float] = {}  # as last sent to the engine
         self._trials: dict[str, asyncio.Task[None]] = {}  # jobs that wait to be tried alone
+        self._stopping: set[str] = set()  # jobs that the engine was told to stop
         link.news.on_connect.append(self._connected)
         link.news.on_news = self._heard
         link.news.on_guilty = self._quarantined
@@ -170,8 +175,9 @@ class JobController:
                 self._leave_trial(job.id)
                 self._link.probation.left(WorkItem("job", job.id))
             elif status != JobStatus.QUEUED and job.id in self._inside:
-                self._link.send(StopJob(job.id, keep=status == JobStatus.PAUSED))
-            if status.is_final and job.id not in self._inside:
+                self._stop(job.id, keep=status == JobStatus.PAUSED)
+            is_owned = job.id in self._inside or job.id in await self._store.leases.of_others("job")
+            if status.is_final and not is_owned:
                 await self._drop_what_training_needs(job.id)
             await self._bring_in()
         return await self._now(job)
@@ -185,12 +191,39 @@ class JobController:
         """Tells whether the engine has a job."""
         return job in self._inside
 
+    # For the loop that renews leases
+
+    async def follow(self, lost: Collection[LeaseKey]) -> None:
+        """Has the engine follow what other servers have changed: the leases that they have taken, jobs that
+        they have stopped, and those that nobody has."""
+        async with self._turn:
+            for _, id in (key for key in lost if key[0] == "job"):
+                if id in self._trials:
+                    self._leave_trial(id)
+                    self._link.probation.left(WorkItem("job", id))
+                elif id in self._inside:
+                    self._stop(id, keep=False)
+            if not self._link.ready:
+                return
+            jobs = {job.id: job for job in await self._unfinished()}
+            for id in self._inside - self._stopping - self._trials.keys():
+                if id not in jobs or jobs[id].status == JobStatus.PAUSED:
+                    self._stop(id, keep=id in jobs)
+            await self._bring_in()
+            for id in self._store.leases.subjects("job") - self._inside - self._trials.keys():
+                await self._store.leases.release("job", id)  # such as that of one in quarantine
+
+    def _stop(self, job: str, keep: bool) -> None:
+        self._stopping.add(job)
+        self._link.send(StopJob(job, keep))
+
     # For the link
 
     async def _connected(self, hello: Hello) -> None:
         """Makes a connected engine follow the database."""
         async with self._turn:
             self._generation, self._weights, self._leaving = hello.generation, {}, ""
+            self._stopping = set()
             for id in list(self._trials):
                 self._leave_trial(id)
             self._inside, self._waiting = set(hello.jobs), dict(hello.waiting)
@@ -205,8 +238,9 @@ class JobController:
             await self._store.job_events.forget_engines_before(hello.generation)
             jobs = {job.id: job for job in await self._unfinished()}
             for id in hello.jobs:
-                if id not in jobs or jobs[id].status == JobStatus.PAUSED:
-                    self._link.send(StopJob(id, keep=id in jobs))
+                own = await self._store.leases.claim("job", id)
+                if not own or id not in jobs or jobs[id].status == JobStatus.PAUSED:
+                    self._stop(id, keep=own and id in jobs)
                 elif (
                     jobs[id].status == JobStatus.QUEUED and id not in hello.waiting
                 ):  # resumed before the engine had taken its pause
@@ -214,7 +248,8 @@ class JobController:
             if self._draining:  # jobs that are not in this engine continue under the next server
                 return
             for job in jobs.values():
-                if job.status == JobStatus.RUNNING and job.id not in self._inside:
+                is_left = job.status == JobStatus.RUNNING and job.id not in self._inside
+                if is_left and await self._store.jobs.take(job.id) is not None:
                     await self._start(job)  # ignored by the engine if the job's end is on its way
             await self._bring_in()
 
@@ -233,6 +268,8 @@ class JobController:
                     fault = contained(error, f"writing down what became of {numbered.news.job}")
                     await self._failed(mark, numbered.news.job, Fault(type(fault).__name__, str(fault)))
             if isinstance(numbered.news, JobEnded):
+                self._stopping.discard(numbered.news.job)
+                await self._store.leases.release("job", numbered.news.job)
                 await self._bring_in()
 
     def _follow(self, news: JobNews) -> None:
@@ -267,6 +304,8 @@ class JobController:
         """Has all servers find what an event tells of: a checkpoint, or a job's results, which are returned
         for their rows. It takes as long as the artifact store does, and so nobody waits for it in turn.
         Raises StateError where that store is away."""
+        if not self._store.leases.has("job", news.job):
+            return None  # another server has the job, and puts what it makes
         match news:
             case JobCheckpoint():
                 await self._store.artifacts.put(Path(news.path), replace=True)
@@ -317,56 +356,74 @@ class JobController:
 
     async def _ended(self, mark: NewsMark, news: JobEnded, why: str, results: "JobResults") -> None:
         match news.status:
+            case _ if not self._store.leases.has("job", news.job):
+                await self._store.job_events.skip(mark)  # another server has it
+                return
             case JobStatus.SUCCEEDED:
-                await self._succeeded(mark, news, results)
+                own = await self._succeeded(mark, news, results)
             case JobStatus.FAILED:
-                await self._failed(mark, news.job, news.fault)
+                own = await self._failed(mark, news.job, news.fault)
             case JobStatus.PAUSED:
                 await self._store.job_events.stopped(mark, news.job, news.step, why)
                 return  # it can go on
             case _:
-                await self._store.job_events.cancelled(mark, news.job)
-        await self._drop_what_training_needs(news.job)
+                own = await self._store.job_events.cancelled(mark, news.job)
+        if own:
+            await self._drop_what_training_needs(news.job)
 
-    async def _succeeded(self, mark: NewsMark, news: JobEnded, results: "JobResults") -> None:
+    async def _succeeded(self, mark: NewsMark, news: JobEnded, results: "JobResults") -> bool:
         match results:
             case None:  # the job is over
                 await self._store.job_events.skip(mark)
+                return True
             case (adapter, result):
-                await self._store.job_events.succeeded(mark, news.job, news.step, adapter, result)
+                return await self._store.job_events.succeeded(mark, news.job, news.step, adapter, result)
             case error:
                 log.error("the adapter of %s cannot be kept: %s", news.job, error)
                 told = f"the adapter cannot be kept: {error}"
-                await self._failed(mark, news.job, Fault("AdapterError", told))
+                return await self._failed(mark, news.job, Fault("AdapterError", told))
 
-    async def _failed(self, mark: NewsMark, job: str, fault: Fault | None) -> None:
+    async def _failed(self, mark: NewsMark, job: str, fault: Fault | None) -> bool:
         fault = fault or Fault("JobError", "the engine did not say why")
         param = _FILES.get(fault.kind)
         error = {"code": _CODES.get(fault.kind, "job_failed"), "message": fault.text, "param": param}
-        await self._store.job_events.failed(mark, job, error)
+        return await self._store.job_events.failed(mark, job, error)
 
     # Commands to the engine
 
     async def _bring_in(self) -> None:
-        """Starts queued jobs while the engine has room, and sends it each job's share."""
+        """Starts jobs that nobody has while the engine has room, and sends it each job's share."""
         if not self._link.ready or self._draining:
             return
         weights = {tenant.id: tenant.weight for tenant in await self._store.tenants.list()}
         jobs = await self._unfinished()
+        others = await self._store.leases.of_others("job") if jobs else ()
+        jobs = [job for job in jobs if job.id not in others]
+        left = [job for job in jobs if job.status == JobStatus.RUNNING and job.id not in self._inside]
+        for job in left:  # by a server that is gone
+            if (
+                len(self._inside) < self._settings.max_jobs
+                and await self._store.jobs.take(job.id) is not None
+            ):
+                await self._start(job)
+            else:
+                jobs.remove(job)
         while len(self._inside) < self._settings.max_jobs:
             waiting = [job for job in jobs if job.status != JobStatus.QUEUED or job.id not in self._inside]
             chosen = next_job(waiting, weights)
             if chosen is None:
                 break
-            running = await self._store.jobs.move(chosen.id, (JobStatus.QUEUED,), JobStatus.RUNNING)
-            assert running is not None, "only one at a time changes jobs"
+            running = await self._store.jobs.take(chosen.id)
+            if running is None:  # another server was first
+                jobs = [job for job in jobs if job.id != chosen.id]
+                continue
             jobs = [running if job.id == chosen.id else job for job in jobs]
             await self._start(running, job_weights(jobs, weights)[running.id])
         if not self._leaving and len(self._inside) >= self._settings.max_jobs:
             last = next_to_wait(jobs, weights)
             if last is not None and last.id in self._inside:
                 self._leaving = last.id  # once it has stopped, the other one is brought in
-                self._link.send(StopJob(last.id, keep=True))
+                self._stop(last.id, keep=True)
         for id, weight in job_weights(jobs, weights).items():
             if id in self._inside and self._weights.get(id) != weight:
                 self._link.send(WeighJob(id, weight))

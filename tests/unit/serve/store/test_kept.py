@@ -1,6 +1,7 @@
 """Rows and bytes that the database counts of each tenant, against a count of all that is there."""
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -41,7 +42,8 @@ from coserve.serve.store.records import (
 )
 from coserve.serve.store.store import Store
 
-NOT_A_TENANTS = {"tenants", "keys", "news", "suspects", "kept"}  # made by operators and the server alone
+# Made by operators and the server alone.
+NOT_A_TENANTS = {"tenants", "keys", "news", "suspects", "kept", "leases"}
 DAY = 86400
 
 
@@ -61,6 +63,11 @@ async def counted(store: Store) -> dict[tuple[str, str], tuple[int, int]]:
     return {(row.tenant, row.kind): (row.rows, row.bytes) for row in rows if row.rows or row.bytes}
 
 
+def written(value: Any) -> str:
+    """A text as it is stored; PostgreSQL's driver reads JSON by itself."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 async def recounted(store: Store) -> dict[tuple[str, str], tuple[int, int]]:
     """The same, from all rows in Python."""
 
@@ -77,7 +84,8 @@ async def recounted(store: Store) -> dict[tuple[str, str], tuple[int, int]]:
                     for one in table.columns
                     if not isinstance(one.type, Integer | Float | Boolean)
                 ]
-                size = 200 + sum(len(one.encode()) for one in texts if one is not None) + row.get("bytes", 0)
+                size = sum(len(written(one).encode()) for one in texts if one is not None)
+                size += 200 + row.get("bytes", 0)
                 rows, nbytes = found.get((owner, name), (0, 0))
                 found[owner, name] = rows + 1, nbytes + size
         return found
@@ -89,6 +97,7 @@ def job(tenant: str, name: str, **fields: Any) -> JobRecord:
     return JobRecord(name, tenant, JobStatus.QUEUED, "m", name, "b", 1, "file-0", 1, 1, {}, {}, **fields)
 
 
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 def test_every_table_that_a_tenant_adds_to_is_counted_with_all_its_texts(tmp_path: Path) -> None:
     """A table or column that is added later needs triggers that know it."""
     counting = v0006_kept.TABLES | v0007_creations.TABLES | v0010_details.TABLES | v0011_responses.TABLES

@@ -53,6 +53,7 @@ def test_what_was_there_is_taken_from_others(seed: int, tmp_path: Path) -> None:
     assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644
 
 
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 def test_what_the_store_makes_is_its_owner_s_only(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir(mode=0o777)

@@ -21,9 +21,10 @@ from sqlalchemy.orm import Session
 from coserve.core.job_status import FINAL, UNFINISHED, JobStatus
 from coserve.errors import ConfigError, ConflictError, StateError
 from coserve.memory.malloc import resident_bytes
-from coserve.serve.store import database
-from coserve.serve.store.database import CACHE_KIB, READERS
+from coserve.serve.store import sqlite
+from coserve.serve.store.database import READERS
 from coserve.serve.store.records import Adapter, File, JobRecord, NewsMark, TableRow
+from coserve.serve.store.sqlite import CACHE_KIB
 from coserve.serve.store.store import Store
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep
 
@@ -42,6 +43,9 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+IN_A_FILE = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 
 
 def run(folder: Path, story: Callable[[Store], Coroutine[Any, Any, None]]) -> None:
@@ -66,6 +70,7 @@ async def a_job(store: Store, id: str = "ftjob-1", **more: Any) -> JobRecord:
         await store.files.add(a_file("file-1"))
     job = JobRecord(**fields)
     await store.jobs.add(job, "created")
+    assert await store.leases.claim("job", job.id)
     return job
 
 
@@ -73,6 +78,7 @@ def a_step(step: int, tokens: int = 10, loss: float = 1.0) -> JobStep:
     return JobStep("ftjob-1", step, loss, 5, tokens, 1.0, 1e-4, 2.0)
 
 
+@IN_A_FILE
 def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     known = []
     for start in range(3):
@@ -95,6 +101,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     run(tmp_path, story)
 
 
+@IN_A_FILE
 def test_every_transaction_is_on_disk_when_it_ends(tmp_path: Path) -> None:
     async def story(store: Store) -> None:
         def settings(session: Session) -> list[Any]:
@@ -106,6 +113,7 @@ def test_every_transaction_is_on_disk_when_it_ends(tmp_path: Path) -> None:
     run(tmp_path, story)
 
 
+@IN_A_FILE
 def test_reading_a_large_database_keeps_little_of_it_in_memory(tmp_path: Path) -> None:
     """Every connection has a cache of its own, which a server that has had a thousand jobs would fill."""
     rows = 16_000  # of a KiB
@@ -132,6 +140,7 @@ def test_reading_a_large_database_keeps_little_of_it_in_memory(tmp_path: Path) -
     run(tmp_path, story)
 
 
+@IN_A_FILE
 def test_the_migrations_make_what_the_tables_say(tmp_path: Path) -> None:
     Store(tmp_path).close()
     engine = create_engine(f"sqlite:///{tmp_path / 'coserve.db'}")
@@ -140,6 +149,7 @@ def test_the_migrations_make_what_the_tables_say(tmp_path: Path) -> None:
     engine.dispose()
 
 
+@IN_A_FILE
 def test_a_database_of_a_newer_coserve_is_refused(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / "coserve.db") as connection:
@@ -149,6 +159,7 @@ def test_a_database_of_a_newer_coserve_is_refused(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
+@IN_A_FILE
 def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "coserve.db").write_bytes(b"certainly not" * 100)
     with pytest.raises(StateError, match="cannot be used"):
@@ -158,6 +169,7 @@ def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
         Store(tmp_path / "taken")
 
 
+@IN_A_FILE
 def test_a_migration_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from coserve.serve.store.migrations import v0001_first
 
@@ -307,10 +319,11 @@ def test_an_adapter_stays_while_a_job_begins_with_it(tmp_path: Path) -> None:
     run(tmp_path, story)
 
 
+@IN_A_FILE
 def test_a_file_that_another_process_holds_is_a_deliberate_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.01)
 
     async def story(store: Store) -> None:
         other = sqlite3.connect(tmp_path / "coserve.db", isolation_level=None)
@@ -325,6 +338,7 @@ def test_a_file_that_another_process_holds_is_a_deliberate_error(
     run(tmp_path, story)
 
 
+@IN_A_FILE
 def test_unfinished_jobs_are_found_without_a_look_at_all_others(tmp_path: Path) -> None:
     """A server asks for them several times a job, and jobs are never deleted."""
     asked: list[tuple[str, Any]] = []

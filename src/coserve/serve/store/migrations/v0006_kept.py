@@ -43,6 +43,9 @@ def count_rows(table: str, owner: str, columns: str, has_files: bool) -> None:
 
 def add_triggers(table: str, owner: str, columns: str, has_files: bool) -> None:
     """Adds triggers that count a table's rows from now on."""
+    if op.get_context().dialect.name == "postgresql":
+        _add_function(table, owner, columns, has_files)
+        return
     new, old = (owner.format(row=row) for row in ("NEW", "OLD"))
     size_new, size_old = (_size(row, columns, has_files) for row in ("NEW", "OLD"))
     op.execute(
@@ -63,8 +66,41 @@ def add_triggers(table: str, owner: str, columns: str, has_files: bool) -> None:
     )
 
 
+def drop_triggers(table: str) -> None:
+    """Removes a table's triggers, which `add_triggers` makes anew."""
+    if op.get_context().dialect.name == "postgresql":
+        op.execute(f"DROP FUNCTION kept_{table} CASCADE")
+        return
+    for when in ("insert", "delete", "update"):
+        op.execute(f"DROP TRIGGER kept_{table}_{when}")
+
+
+def _add_function(table: str, owner: str, columns: str, has_files: bool) -> None:
+    """The triggers of `add_triggers` in PostgreSQL's words."""
+    new, old = (owner.format(row=row) for row in ("NEW", "OLD"))
+    size_new, size_old = (_size(row, columns, has_files) for row in ("NEW", "OLD"))
+    op.execute(
+        f"CREATE FUNCTION kept_{table}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        f"IF TG_OP = 'INSERT' THEN IF {new} IS NOT NULL THEN "
+        f"INSERT INTO kept (tenant, kind, rows, bytes) VALUES ({new}, '{table}', 1, {size_new}) "
+        "ON CONFLICT (tenant, kind) DO UPDATE SET rows = kept.rows + 1, bytes = kept.bytes + excluded.bytes; "
+        "END IF; ELSIF TG_OP = 'DELETE' THEN "
+        f"UPDATE kept SET rows = rows - 1, bytes = bytes - ({size_old}) "
+        f"WHERE tenant = {old} AND kind = '{table}'; "
+        f"ELSE UPDATE kept SET bytes = bytes - ({size_old}) + {size_new} "
+        f"WHERE tenant = {new} AND kind = '{table}'; END IF; RETURN NULL; END $$"
+    )
+    op.execute(
+        f"CREATE TRIGGER kept_{table} AFTER INSERT OR UPDATE OR DELETE ON {table} "
+        f"FOR EACH ROW EXECUTE FUNCTION kept_{table}()"
+    )
+
+
 def _size(row: str, columns: str, has_files: bool) -> str:
-    texts = (f"coalesce(length(CAST({row}.{column} AS BLOB)), 0)" for column in columns.split())
+    length = "length(CAST({} AS BLOB))"
+    if op.get_context().dialect.name == "postgresql":
+        length = "octet_length(CAST({} AS TEXT))"
+    texts = (f"coalesce({length.format(f'{row}.{column}')}, 0)" for column in columns.split())
     return " + ".join([str(_ROW), *texts, *([f"{row}.bytes"] if has_files else [])])
 
 

@@ -17,6 +17,5 @@ TABLES = {"files": (_OWNER, f"{_COLUMNS} details", _HAS_FILES)}
 def upgrade() -> None:
     """Adds the column `details`, empty, and has the triggers of `kept` count its text."""
     op.add_column("files", Column("details", Text, nullable=True))
-    for when in ("insert", "delete", "update"):
-        op.execute(f"DROP TRIGGER kept_files_{when}")
+    v0006_kept.drop_triggers("files")
     v0006_kept.add_triggers("files", *TABLES["files"])

@@ -24,8 +24,7 @@ TABLES = {"jobs": (_OWNER, f"{_COLUMNS} integrations", _HAS_FILES), **_NEW}
 def upgrade() -> None:
     """Adds a column of jobs and the tables, empty, and has triggers count them."""
     op.add_column("jobs", sa.Column("integrations", sa.JSON, nullable=True))
-    for when in ("insert", "delete", "update"):
-        op.execute(f"DROP TRIGGER kept_jobs_{when}")
+    v0006_kept.drop_triggers("jobs")
     v0006_kept.add_triggers("jobs", *TABLES["jobs"])
     _table(
         "checkpoint_permissions",

@@ -1,0 +1,133 @@
+"""Leases: which server does a piece of work, such as a job or a batch, of those that share a database.
+
+A lease has an owner, an end by the database's clock, and a *fencing number*, which grows whenever somebody
+takes it. Whoever writes about the work compares owner and number in the same transaction (`holds`), so a
+server that was away for long, and does not know that it has lost its lease, changes nothing. Clocks of
+servers do not count; a database's clock that jumps ends leases early or late, and no work has two owners by
+that.
+"""
+
+import logging
+import time
+from collections.abc import Collection, Set
+from typing import Final
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from coserve.errors import StateError
+from coserve.serve.store.database import Database
+from coserve.serve.store.records import Lease
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS: Final = 8.0  # after its last renewal others may take it
+RENEW_SECONDS: Final = 2.0  # between two renewals
+LeaseKey = tuple[str, str]  # kind and subject
+
+
+class Leases:
+    """The leases of one server, its `owner`. They survive its restarts, as the owner's name does."""
+
+    def __init__(self, database: Database, owner: str) -> None:
+        self._database, self.owner = database, owner
+        self._held: dict[LeaseKey, int] = {}  # with their fencing numbers
+        self._renewed = self._steady = time.monotonic()  # the last renewal, and the first of those in a row
+
+    def has(self, kind: str, subject: str) -> bool:
+        """Tells whether this server had a lease when it last looked."""
+        return (kind, subject) in self._held
+
+    def subjects(self, kind: str) -> Set[str]:
+        """Subjects of this server's leases of a kind."""
+        return {subject for of_kind, subject in self._held if of_kind == kind}
+
+    def fence(self, kind: str, subject: str) -> int:
+        """The fencing number of a lease, 0 without one."""
+        return self._held.get((kind, subject), 0)
+
+    async def claim(self, kind: str, subject: str) -> bool:
+        """Takes a lease that nobody has, or whose end has come; False if another server has it."""
+        fence = await self._database.write(lambda session: self.take(session, kind, subject))
+        return self.note(kind, subject, fence)
+
+    def take(self, session: Session, kind: str, subject: str) -> int | None:
+        """Takes a lease in a transaction, after which `note` gets the fencing number; None if another server
+        has it."""
+        found = session.get(Lease, (kind, subject), with_for_update=True)
+        now = self._database.now(session)
+        if found is None:
+            found = Lease(kind, subject, self.owner, 0, now)
+            session.add(found)
+        elif found.owner != self.owner and (found.expires > now or not self._is_steady()):
+            return None
+        if found.owner != self.owner or found.fence != self.fence(kind, subject):
+            found.owner, found.fence = self.owner, found.fence + 1
+        found.expires = now + LEASE_SECONDS
+        session.flush()
+        return found.fence
+
+    def note(self, kind: str, subject: str, fence: int | None) -> bool:
+        """Notes what `take` returned, once its transaction has ended; False for None."""
+        if fence is None:
+            return False
+        self._held[kind, subject] = fence
+        return True
+
+    def holds(self, session: Session, kind: str, subject: str) -> bool:
+        """Tells in a transaction whether this server may write about a subject: it has the lease, and nobody
+        has taken it since."""
+        found = session.get(Lease, (kind, subject), with_for_update={"read": True})
+        return found is not None and (found.owner, found.fence) == (self.owner, self.fence(kind, subject))
+
+    async def release(self, kind: str, subject: str) -> None:
+        """Gives a lease back."""
+        fence = self._held.pop((kind, subject), None)
+        own = Lease.kind == kind, Lease.subject == subject, Lease.owner == self.owner, Lease.fence == fence
+        if fence is not None:
+            await self._database.write(lambda session: session.execute(delete(Lease).where(*own)))
+
+    async def renew(self) -> frozenset[LeaseKey]:
+        """Renews all leases; returns those that others have taken. Raises StateError while the database is
+        away, which ends no lease by itself: nobody can take one either."""
+        held = dict(self._held)
+
+        def write(session: Session) -> set[LeaseKey]:
+            end = self._database.now(session) + LEASE_SECONDS
+            rows = session.scalars(select(Lease).where(Lease.owner == self.owner)) if held else ()
+            own = [row for row in rows if held.get((row.kind, row.subject)) == row.fence]
+            for row in own:
+                row.expires = end
+            return {(row.kind, row.subject) for row in own}
+
+        now = time.monotonic()
+        if now - self._renewed > 2 * RENEW_SECONDS:  # this process has been stopped, or the database away
+            self._steady = now
+        try:
+            renewed = await self._database.write(write)
+        except StateError:
+            self._steady = time.monotonic() + RENEW_SECONDS
+            raise
+        self._renewed = time.monotonic()
+        gone = {key: fence for key, fence in held.items() if key not in renewed}
+        lost = frozenset(key for key, fence in gone.items() if self._held.get(key) == fence)
+        for key in lost:
+            del self._held[key]
+            log.warning("another server has taken over the %s %s", *key)
+        return lost
+
+    async def of_others(self, kind: str) -> Collection[str]:
+        """Subjects whose leases other servers have, and that this one may not take now."""
+
+        def read(session: Session) -> frozenset[str]:
+            others = select(Lease.subject).where(Lease.kind == kind, Lease.owner != self.owner)
+            if self._is_steady():
+                others = others.where(Lease.expires > self._database.now(session))
+            return frozenset(session.scalars(others))
+
+        return await self._database.read(read)
+
+    def _is_steady(self) -> bool:
+        """Tells whether this server has seen the database for as long as a lease lasts. After the database
+        was away all leases have ended, and their owners renew them first."""
+        return time.monotonic() - self._steady >= LEASE_SECONDS
