@@ -146,7 +146,7 @@ def counted() -> list[Count]:
         # dialect, 2,698 Responses, 2,666 OpenAI's graders, evals and further fields of jobs, 2,294 batches,
         # embeddings and forms of answers.
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 37_997, 28_000),
-        Count("lines of the package", lines(), 115_911, 82_000),
+        Count("lines of the package", lines(), 116_569, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 12, 0),

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -71,6 +72,10 @@ def test_compose_starts_a_server_whose_flags_are_there() -> None:
     (compose,) = documents("compose.yaml")
     server = compose["services"]["server"]
     given = values(server["command"][1:])
+    database = urlsplit(given["--database"])
+    owner = compose["services"][database.hostname]["environment"]
+    assert (database.username, database.path) == (owner["POSTGRES_USER"], f"/{owner['POSTGRES_DB']}")
+    assert str(database.password) in owner["POSTGRES_PASSWORD"]
     assert server["ports"] == [f"{given['--port']}:{given['--port']}"]
     drain = float(given["--drain-seconds"])
     assert int(server["stop_grace_period"].removesuffix("s")) > drain + CHECKPOINT_SECONDS
@@ -166,7 +171,12 @@ def test_the_container_file_copies_what_is_there_and_pins_what_make_pins() -> No
 def test_docker_compose_takes_the_file(tmp_path: Path) -> None:
     told = subprocess.run(
         ["docker-compose", "--file", str(DEPLOY / "compose.yaml"), "config", "--quiet"],
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "COSERVE_MODEL": "/models/base"},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(tmp_path),
+            "COSERVE_MODEL": "m",
+            "COSERVE_DATABASE_PASSWORD": "p",
+        },
         capture_output=True,
         text=True,
         timeout=60,
