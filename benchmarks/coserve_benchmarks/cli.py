@@ -68,6 +68,16 @@ def engine(
 
 
 @app.command()
+def replicas(json_file: Figures = None, quick: Quick = False, only: Only = None) -> None:
+    """Measures two servers behind a router: adapters that are loaded again, a server that dies, scaling."""
+    check_writable("--json", json_file)
+    from coserve_benchmarks.replicas.run import run_replicas
+    from coserve_benchmarks.report import print_report
+
+    print_report(run_replicas(quick, only or None, json_file))
+
+
+@app.command()
 def server(json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m") -> None:
     """Measures the cost of HTTP beside the engine alone, and the time to recover from a killed engine."""
     check_writable("--json", json_file)

@@ -74,6 +74,14 @@ SERVER_BARS: Mapping[str, Bar | None] = {
     "restart.ready_s": Bar(5.0, at_most=True),
 }
 
+# Of several servers behind a router.
+REPLICA_BARS: Mapping[str, Bar | None] = {
+    "router.reloads": Bar(0.2, at_most=True),
+    "failover.lost": Bar(0, at_most=True),
+    "failover.longest_gap_s": Bar(10.0, at_most=True),
+    "scaling.two_over_one": Bar(1.9),
+}
+
 
 # Rates as a share of their floors, whenever results are written.
 OF_FLOORS: Mapping[str, str] = {

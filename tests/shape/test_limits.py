@@ -24,6 +24,7 @@ OWN = {
     "serve.adapter_registry.imports._LONGEST_BASE", "serve.errors._LONGEST",
     "serve.reporting.mlflow._LONGEST",
     "serve.settings.LONGEST_SOCKET_PATH", "serve.adapter_registry.catalog._MOST_REMOVED",
+    "serve.adapter_registry.catalog._MOST_NAMED",
     "jobs.messages._MOST_QUOTED", "jobs.placed._MOST_ERRORS", "split.address._LONGEST",
     "jobs.columns._MOST_SAID", "split.spans.MOST_SPANS", "split.clients._MOST_SEEN",
     "split.batching.MOST_AT_ONCE", "split.batching.MOST_JOINED", "split.connection._MOST_SENT",

@@ -156,7 +156,7 @@ def _state(context: typer.Context, state: Path | None, model: str | None) -> Pat
     settings = load_server_settings(flags, config_of(context))
     if settings.database:
         raise StateError(
-            "the database is not in the state folder: copy it with the tools of PostgreSQL (pg_dump), which the "
-            "server's start upgrades, and the folder as any other"
+            "the database is not in the state folder: copy it with PostgreSQL's tools (pg_dump), and the "
+            "folder as any other; a server that starts upgrades it"
         )
     return settings.state

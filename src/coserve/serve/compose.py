@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -13,7 +13,10 @@ from typing import Final
 from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError, CoserveError
 from coserve.serve.adapter_registry.catalog import ApproximateModel
+from coserve.serve.adapter_registry.following import following
 from coserve.serve.adapter_registry.imports import digest
+from coserve.serve.artifacts.objects import objects_at
+from coserve.serve.artifacts.shared import SharedArtifacts
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import LASTING, Suspect, WorkItem
 from coserve.serve.evals.runs import running_evals
@@ -50,7 +53,12 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
     text = await asyncio.to_thread(_text, settings)
     quotas = _quotas(settings)
     owner = await asyncio.to_thread(_owner, settings.state)
-    with Store(settings.state, quotas=quotas, database=settings.database, owner=owner) as store:
+    with (
+        _artifacts(settings) as artifacts,
+        Store(
+            settings.state, quotas=quotas, artifacts=artifacts, database=settings.database, owner=owner
+        ) as store,
+    ):
         await _check_keys(settings, store)
         link = EngineLink(socket, settings.engine_wait_seconds)
         state = State(settings, store, link, text, JobController(settings, store, link))
@@ -68,12 +76,15 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         alerts = Alerts(settings)
         state.otel = OtelSpans() if settings.otel else None
         await _wire(state, reporting, alerts)
+        link.bring, link.on_load = store.artifacts.get, state.routers.lora_adapter_load_seconds.observe
         watching = asyncio.create_task(alerts.watch(state), name="alerts")
         try:
             beside = _running(link), _leasing(store), _sweeping(state), _adding_up(store)
             async with AsyncExitStack() as stack:
                 for one in (*beside, running_evals(state), state.telemetry.running()):
                     await stack.enter_async_context(one)
+                if artifacts is not None:
+                    await stack.enter_async_context(following(state, artifacts))
                 yield state
         finally:
             watching.cancel()
@@ -92,6 +103,20 @@ def _quotas(settings: ServerSettings) -> Quotas:
         settings.max_idempotency_keys,
         settings.idempotency_seconds,
     )
+
+
+@contextlib.contextmanager
+def _artifacts(settings: ServerSettings) -> Iterator[SharedArtifacts | None]:
+    """Context with the artifacts that several servers share; None for a server alone. Raises ConfigError."""
+    if not settings.artifacts:
+        yield None
+        return
+    objects = objects_at(settings.artifacts)
+    shared = SharedArtifacts(settings.state.resolve(), objects, settings.max_artifact_bytes)
+    try:
+        yield shared
+    finally:
+        shared.close()
 
 
 def _recommended(settings: ServerSettings) -> dict[str, SamplingParams]:

@@ -19,6 +19,7 @@ from coserve.core.setting import Flag, Hot, Range, check_ranges, noted
 from coserve.errors import ConfigError
 from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
 from coserve.schedule.policies import make_policy
+from coserve.serve.artifacts.objects import check_place
 from coserve.text.tools.formats import named_format
 
 LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
@@ -79,6 +80,16 @@ class ServerSettings:
     stitched: Mapping[str, StitchedChain] = field(default_factory=dict)
     model_aliases: Mapping[str, str] = field(default_factory=dict)
     adapter_root: Annotated[Path | None, Flag("Folder that /v1/load_lora_adapter may read.", "FOLDER")] = None
+    artifacts: Annotated[
+        str,
+        Flag(
+            "Shared folder or s3://bucket/prefix of adapters, checkpoints and files of several servers.",
+            "PLACE",
+        ),
+    ] = ""  # empty: the state folder alone has them
+    max_artifact_bytes: Annotated[
+        int, Range(1), Flag("Copies of shared artifacts that the state folder keeps, in bytes.")
+    ] = 100 * 2**30
     require_keys: Annotated[bool, Flag("Ask for API keys on loopback too.")] = False
     allow_insecure: Annotated[
         bool,
@@ -187,6 +198,8 @@ class ServerSettings:
         if not self.model:
             raise ConfigError("model must be a folder or a hub name, not empty")
         check_ranges(self)
+        if self.artifacts:
+            check_place(self.artifacts)
         check_url(self.database)
         if self.watchdog_seconds and not LEAST_WATCHDOG <= self.watchdog_seconds < float("inf"):
             raise ConfigError(

@@ -14,6 +14,7 @@ from coserve.serve.adapter_registry.catalog import Catalog
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.answering.logprobs import LogprobWriter
 from coserve.serve.offload import Offload, TenantTurns
+from coserve.serve.router_metrics import RouterMetrics
 from coserve.serve.telemetry import Telemetry
 from coserve.serve.training.watch import TrainingWatch
 
@@ -38,6 +39,7 @@ class State:
     sampling: Mapping[str, SamplingParams] = field(default_factory=dict)  # defaults of bases, by name
     supervisor_silence: Callable[[], float] = lambda: 0.0  # seconds since the supervisor was heard
     metrics: Metrics = field(default_factory=Metrics)
+    routers: RouterMetrics = field(init=False)  # the same, by the names that routers read
     # Work that holds the interpreter: bodies that are parsed, and replies that are written.
     bodies: Offload = field(default_factory=lambda: Offload(1, "bodies"))
     prompts: Offload = field(default_factory=lambda: Offload(2, "prompts"))  # work that mostly does not
@@ -58,6 +60,7 @@ class State:
     on_settings: list[Callable[["ServerSettings"], object]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        self.routers = RouterMetrics(self.metrics.registry)
         self.logprobs = LogprobWriter(self.text)
         self.queue = FairQueue(self.settings.max_queue, self.settings.max_queue_tenant)
         self.catalog = Catalog(self.settings.base_name, int(time()), self.store, self.settings.bases)

@@ -20,7 +20,8 @@ OTHERS = {
     "policy": "adaptive", "cluster": "tcp:h:1",
     "ssl_certfile": "/c", "ssl_keyfile": "/k", "webhook_secret_file": "/w",
     "log_level": "debug", "host": "::1", "name": "n", "state": "/s", "adapter_root": "/a",
-    "tool_format": "hermes", "generation_config": "auto", "pooling_type": "last", "database": "postgresql://u@h/d",
+    "artifacts": "s3://b/p", "tool_format": "hermes", "generation_config": "auto", "pooling_type": "last",
+    "database": "postgresql://u@h/d",
 }  # fmt: skip
 PAIR = ("ssl_certfile", "ssl_keyfile")  # which go with one another alone
 OF_TYPE: dict[Any, str] = {int: "7", float: "7.5", tuple: "a.example"}

@@ -16,6 +16,7 @@ from coserve.serve.store.store import Store
 from coserve.serve.store.tinker import SCHEME, as_adapter
 
 _MOST_REMOVED: Final = 4096  # removed adapters that are remembered
+_MOST_NAMED: Final = 4096  # adapters whose names are remembered
 EXACT: Final = "exact"  # the chain of an answer without an approximation
 
 
@@ -67,6 +68,7 @@ class Catalog:
         self.aliases: Mapping[str, str] = {}  # of bases, by names or beginnings of names that end in *
         self._store = store
         self._users: Counter[str] = Counter()
+        self._names: dict[str, str] = {}  # of adapters by key, the least recently used first
         self._leaving: dict[str, asyncio.Event] = {}  # by key; set when no request uses the adapter
         self._removed: dict[str, None] = {}  # keys, the oldest first
 
@@ -138,6 +140,10 @@ class Catalog:
         if key in self._leaving or key in self._removed:
             raise unknown_model(model.name)
         self._users[key] += 1
+        self._names.pop(key, None)
+        self._names[key] = model.name
+        while len(self._names) > _MOST_NAMED and (old := next(iter(self._names))) not in self._users:
+            del self._names[old]
         try:
             yield
         finally:
@@ -146,6 +152,19 @@ class Catalog:
                 del self._users[key]
                 if key in self._leaving:
                     self._leaving[key].set()
+
+    def uses(self, key: str) -> bool:
+        """Tells whether requests use an adapter now."""
+        return self._users[key] > 0
+
+    @property
+    def used(self) -> Mapping[str, str]:
+        """Names of the adapters that requests use now, by key."""
+        return {key: self._names[key] for key in self._users}
+
+    def name_of(self, key: str) -> str | None:
+        """The name by which an adapter was used last; None for one that was not used lately."""
+        return self._names.get(key)
 
     async def retire(self, key: str, timeout: float | None) -> bool:
         """Refuses new users of an adapter; returns True once the last has ended, or False after `timeout`

@@ -1,7 +1,6 @@
 """Registers and removes named adapters on disk, in the engine and in the database, all or nothing."""
 
 import asyncio
-import shutil
 import time
 from collections import Counter
 from contextlib import suppress
@@ -111,7 +110,7 @@ async def _remove_copy(state: State, key: str, folder: Path, copying: "asyncio.F
     await asyncio.gather(copying, return_exceptions=True)
     with suppress(CoserveError):
         await state.link.unload(key)
-    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    await state.store.artifacts.discard(folder)
 
 
 def base_warning(state: State, adapter: Adapter) -> str | None:
@@ -120,6 +119,8 @@ def base_warning(state: State, adapter: Adapter) -> str | None:
     if adapter.job is not None:  # trained here
         return None
     folder = state.store.folder_of(adapter)
+    if not folder.is_dir():  # no request has named it here so far: its files are in the artifact store
+        return None
     other = _known_base(folder, adapter.base, _model_of(state, adapter.base))
     if other is None:
         return None
@@ -177,7 +178,7 @@ async def _remove_unused(state: State, adapter: Adapter) -> None:
     finally:
         state.catalog.forget(adapter.id)
     if not adapter.path.is_absolute():  # it lies in the state folder
-        await asyncio.to_thread(shutil.rmtree, state.store.folder_of(adapter), ignore_errors=True)
+        await state.store.artifacts.discard(state.store.folder_of(adapter))
 
 
 async def pin_adapter(state: State, model: Model, pinned: bool) -> None:

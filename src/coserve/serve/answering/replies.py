@@ -10,6 +10,7 @@ from urllib.parse import quote
 from fastapi import Request, Response
 
 from coserve.errors import CoserveError
+from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.answering.answers import AnswerPiece, PieceStream, answer
 from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.errors import ApiError, error_shape
@@ -71,13 +72,18 @@ async def reply(
     return stream
 
 
+def version_header(model: Model) -> dict[str, str]:
+    """The header that names the version of an answer."""
+    return {"x-coserve-version": quote(model.key or model.name)}
+
+
 def _headers(call: Call, kept: bool | None) -> dict[str, str]:
     """Headers of the reply to a call: where it waited and how long, the version that answers, and whether its
     own bounds were kept, where that is known."""
     told = {
         "x-coserve-queue-place": str(call.clock.place),
         "x-coserve-queue-seconds": f"{call.clock.queued:.4f}",
-        "x-coserve-version": quote(call.model.key or call.model.name),
+        **version_header(call.model),
     }
     return told if kept is None else {**told, "x-coserve-slo": "kept" if kept else "missed"}
 

@@ -78,6 +78,8 @@ class EngineLink:
         self.live: dict[str, LiveRequest] = {}  # requests under way
         self.news = EngineNews(self._acknowledge)
         self.barred: Callable[[str], Awaitable[str | None]] | None = None  # why an adapter is quarantined
+        self.bring: Callable[[Path], Awaitable[object]] | None = None  # has an adapter's folder be here
+        self.on_load: Callable[[float], None] | None = None  # gets the seconds that loading an adapter took
         self.probation = Probation()
         self._verdicts = Verdicts()
         self._socket, self.patience = socket, patience
@@ -394,11 +396,13 @@ class EngineLink:
     async def _load(
         self, connection: EngineConnection, key: str, path: Path, new: bool = False, base: str = BASE
     ) -> None:
-        item = WorkItem("adapter", key)
+        item, began = WorkItem("adapter", key), time.monotonic()
         if key not in connection.loads:
             self._verdicts.check(item)
             if self.barred is not None and (reason := await self.barred(key)) is not None:
                 raise Quarantined(reason)
+            if self.bring is not None:
+                await self.bring(path)
             await self.probation.turn(item)
         if connection is not self._connection:
             raise ConnectionError("the engine died")
@@ -407,6 +411,8 @@ class EngineLink:
             command = AddAdapter(next(self._refs), key, str(path), new, base)
             connection.loads[key] = connection.ask(command)
             connection.loads[key].add_done_callback(lambda load: self._replied(item, load))
+            if self.on_load is not None:
+                connection.loads[key].add_done_callback(self._timed(began))
         try:
             await asyncio.shield(connection.loads[key])
         except CoserveError:
@@ -416,6 +422,13 @@ class EngineLink:
     def _replied(self, item: WorkItem, reply: "asyncio.Future[Reply]") -> None:
         if not isinstance(reply.exception(), ConnectionError):
             self.probation.left(item)
+
+    def _timed(self, began: float) -> "Callable[[asyncio.Future[Reply]], None]":
+        def loaded(reply: "asyncio.Future[Reply]") -> None:
+            if reply.exception() is None and self.on_load is not None:
+                self.on_load(time.monotonic() - began)
+
+        return loaded
 
     def _current(self) -> EngineConnection:
         if self._connection is None:

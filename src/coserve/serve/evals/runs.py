@@ -190,7 +190,7 @@ async def _entries(state: State, tenant: Tenant, run: EvalRunRecord) -> Sequence
     if file is None:
         raise ApiError(404, f"No such File object: {source['id']}", code="file_not_found")
     try:
-        return await state.data.run(tenant.id, read_entries, state.store.file_path(file))
+        return await state.data.run(tenant.id, read_entries, await state.store.bring_file(file))
     except OSError as error:
         raise ApiError(404, f"The file {source['id']} was deleted", code="file_not_found") from error
 

@@ -15,6 +15,7 @@ from coserve.serve.answering.answers import answer
 from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.answering.chat import Chat
 from coserve.serve.answering.cost import RequestSize
+from coserve.serve.answering.replies import version_header
 from coserve.serve.answering.request_builder import RequestBuilder
 from coserve.serve.answering.structure import Structure
 from coserve.serve.errors import ApiError, not_found
@@ -324,11 +325,14 @@ async def replied(request: Request, state: State, work: ResponseWork, streams: b
     try:
         if not streams:
             await unless_gone(request.receive, _drained(events))
-            return Response(work.writer.body, media_type="application/json")
+            told = version_header(work.call.model)
+            return Response(work.writer.body, media_type="application/json", headers=told)
         first = await unless_gone(request.receive, anext(events))
     except ClientGone:
         return Response(status_code=_GONE)
-    return EventStream(_streamed(state, work, first, events), events)
+    stream = EventStream(_streamed(state, work, first, events), events)
+    stream.headers.update(version_header(work.call.model))
+    return stream
 
 
 async def _drained(events: AsyncGenerator[bytes, None]) -> None:

@@ -49,7 +49,7 @@ async def create_batch(body: BatchRequest, caller: Caller, state: Shared, runner
         labels=body.metadata,
     )
     try:
-        await runner.add(batch, state.store.file_path(file))
+        await runner.add(batch, await state.store.bring_file(file))
     except FileNotFoundError:  # deleted a moment ago
         raise no_such_file(file.id, "input_file_id") from None
     return _shown(runner, batch)

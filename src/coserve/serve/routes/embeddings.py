@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from coserve.core.request import SamplingParams
 from coserve.serve.answering.cost import MOST_PROMPTS, RequestSize
 from coserve.serve.answering.embedding import embed
+from coserve.serve.answering.replies import version_header
 from coserve.serve.answering.request_builder import RequestBuilder
 from coserve.serve.errors import ApiError, error_responses
 from coserve.serve.http.auth import Caller
@@ -49,7 +50,9 @@ async def create_embeddings(
     data = [WrittenJson(written_later(_shown, body, at, one)) for at, one in enumerate(found)]
     usage = {"prompt_tokens": read, "total_tokens": read}
     told = {"object": "list", "data": data, "model": builder.model.name, "usage": usage}
-    return await json_reply(state.bodies, caller.id, told)
+    reply = await json_reply(state.bodies, caller.id, told)
+    reply.headers.update(version_header(builder.model))
+    return reply
 
 
 async def _embedded(state: State, builder: RequestBuilder, body: EmbeddingRequest) -> tuple[list[bytes], int]:

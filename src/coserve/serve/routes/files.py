@@ -9,7 +9,7 @@ from typing import Annotated, Literal, cast
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
 
-from coserve.errors import DataError, QuotaExceeded
+from coserve.errors import DataError, QuotaExceeded, StateError
 from coserve.jobs import datasets
 from coserve.jobs.containers import suffix_of
 from coserve.jobs.limits import limits_of
@@ -66,8 +66,8 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
         upload.path.unlink(missing_ok=True)
     try:
         await state.store.files.add(file)
-    except QuotaExceeded:
-        await asyncio.to_thread(path.unlink)
+    except (QuotaExceeded, StateError):
+        await state.store.artifacts.discard(path)
         raise
     return shown_file(file)
 
@@ -106,7 +106,7 @@ async def retrieve_file(file_id: str, caller: Caller, state: Shared) -> FileObje
 async def download_file(file_id: str, caller: Caller, state: Shared) -> FileResponse:
     """The bytes as they came."""
     file = await find_file(state, caller, file_id, "file_id")
-    path = state.store.file_path(file)
+    path = await state.store.bring_file(file)
     if not await asyncio.to_thread(path.is_file):  # deleted a moment ago
         raise no_such_file(file_id, "file_id")
     return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
@@ -118,7 +118,7 @@ async def delete_file(file_id: str, caller: Caller, state: Shared) -> FileDelete
     file = await state.store.files.remove(caller.id, file_id)
     if file is None:
         raise no_such_file(file_id, "file_id")
-    await asyncio.to_thread(state.store.file_path(file).unlink, missing_ok=True)
+    await state.store.artifacts.discard(state.store.file_path(file))
     return FileDeleted(id=file.id)
 
 

@@ -61,8 +61,10 @@ async def ready(state: Shared) -> Health:
 @router.get("/metrics", summary="Figures for Prometheus", response_class=Response,
             responses={200: {"content": {"text/plain": {}}}})  # fmt: skip
 async def metrics(state: Shared) -> Response:
-    """vLLM's names and units under `coserve_`; `finetune_` and `slo_` for metrics that vLLM lacks."""
+    """vLLM's names and units under `coserve_`; `finetune_` and `slo_` for metrics that vLLM lacks. Those that
+    routers read are here once more under `vllm:`."""
     _gauge(state)
+    state.routers.show(state.catalog, state.link, state.queue, state.settings.engine.page_size)
     await state.watch.count_jobs()
     return Response(state.metrics.render(), media_type=CONTENT_TYPE)
 

@@ -72,7 +72,7 @@ async def _part_of(state: State, caller: Caller, name: str, part: str) -> Path:
     model = await state.catalog.find(caller, name)
     if model.folder is None:
         raise not_found(f"The model '{name}' is the base: it has no adapter.", param="name")
-    path = model.folder / part
+    path = await state.store.artifacts.get(model.folder) / part
     if not await asyncio.to_thread(path.is_file):  # deleted a moment ago, by the server or by hand
         raise not_found(f"The files of '{name}' are gone.", param="name")
     return path

@@ -100,7 +100,7 @@ async def complete_upload(
             if not await state.store.uploads.end(upload.id, "completed", file):
                 raise _missing(upload_id)
         except BaseException:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+            await state.store.artifacts.discard(path)
             raise
         finally:
             await asyncio.to_thread(partial.unlink, missing_ok=True)

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
+from coserve.serve.artifacts.local import ArtifactStore
 from coserve.serve.store.audit import note_action
 from coserve.serve.store.creations import CreationStore, Note
 from coserve.serve.store.database import Database, page_of
@@ -44,8 +45,16 @@ _NAMED_CHECKPOINT: Final = _CHECKPOINTS.where(
 class AdapterStore:
     """Adapters by the names that a tenant may use as `model`."""
 
-    def __init__(self, database: Database, folder: Path, quotas: Quotas, creations: CreationStore) -> None:
+    def __init__(
+        self,
+        database: Database,
+        folder: Path,
+        quotas: Quotas,
+        creations: CreationStore,
+        artifacts: ArtifactStore,
+    ) -> None:
         self._database, self._folder, self._quotas, self._creations = database, folder, quotas, creations
+        self._artifacts = artifacts
 
     async def list(self, tenant: str, base: str) -> tuple[Adapter, ...]:
         """The tenant's and the shared adapters of a base, the oldest first, without checkpoints."""
@@ -89,15 +98,16 @@ class AdapterStore:
 
     async def add(self, adapter: Adapter) -> bool:
         """Adds an uploaded adapter whose folder is on disk; False if the tenant has one of that name, for any
-        base. Raises QuotaExceeded."""
-
+        base. Raises QuotaExceeded, and StateError where the artifact store is away."""
         note = self._creations.noting()
+        await self._artifacts.put(self._folder / adapter.path)
         return await self._database.write(lambda session: self._add(session, adapter, note))
 
     async def replace(self, adapter: Adapter) -> Adapter | None:
         """As `add`, in the place of the tenant's adapter of that name, which it returns; None if there is
         none. Raises what `remove` and `add` do; then the old one stays."""
         note = self._creations.noting()
+        await self._artifacts.put(self._folder / adapter.path)
 
         def write(session: Session) -> Adapter | None:
             assert adapter.tenant is not None, "shared adapters are those of the settings"

@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 from coserve.errors import QuotaExceeded
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.files import PutFile
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import BatchRecord, File, Page
 
@@ -20,9 +21,15 @@ class BatchStore:
     """Batches and their owners. Only the server's runner of batches changes a row that is there."""
 
     def __init__(
-        self, database: Database, clock: Callable[[], float], quotas: Quotas, creations: CreationStore
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        quotas: Quotas,
+        creations: CreationStore,
+        put: PutFile,
     ) -> None:
         self._database, self._clock, self._quotas, self._creations = database, clock, quotas, creations
+        self._put = put
 
     async def add(self, batch: BatchRecord) -> None:
         """Adds a batch. Raises QuotaExceeded."""
@@ -59,7 +66,9 @@ class BatchStore:
         self, id: str, source: Collection[str], files: Sequence[File] = (), **values: Any
     ) -> BatchRecord | None:
         """Changes columns of a batch whose status is one of `source`, and adds its files; returns it, None
-        if it has another status."""
+        if it has another status. Raises StateError where the artifact store is away."""
+        for file in files:
+            await self._put(file)
 
         def write(session: Session) -> BatchRecord | None:
             wanted = BatchRecord.id == id, BatchRecord.status.in_(source)

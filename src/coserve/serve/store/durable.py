@@ -56,12 +56,6 @@ def link_files(source: Path, folder: Path, names: Iterable[str] | None = None) -
         raise
 
 
-def drop_resume_state(checkpoint: Path) -> None:
-    """Removes the parts of a checkpoint that sampling does not need; damaged or missing ones are ignored."""
-    for name in RESUMING:
-        (checkpoint / name).unlink(missing_ok=True)
-
-
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)

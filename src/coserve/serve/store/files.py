@@ -1,6 +1,6 @@
 """Rows of uploaded and result files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from sqlalchemy import ColumnElement, delete, or_, select
@@ -14,6 +14,7 @@ from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import File, JobRecord, Page
 
+PutFile = Callable[[File], Awaitable[None]]  # has all servers find a file's bytes
 MOST_EXPIRED: Final = 500  # files that one turn deletes: the writing thread is shared
 
 
@@ -24,13 +25,20 @@ class FileStore:
     """
 
     def __init__(
-        self, database: Database, clock: Callable[[], float], quotas: Quotas, creations: CreationStore
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        quotas: Quotas,
+        creations: CreationStore,
+        put: PutFile,
     ) -> None:
         self._database, self._clock, self._quotas, self._creations = database, clock, quotas, creations
+        self._put = put
 
     async def add(self, file: File) -> None:
-        """Adds an uploaded file. Raises QuotaExceeded."""
+        """Adds an uploaded file. Raises QuotaExceeded, and StateError where the artifact store is away."""
         note = self._creations.noting()
+        await self._put(file)
 
         def write(session: Session) -> None:
             self._quotas.check_storage(session, file.tenant, file.bytes)

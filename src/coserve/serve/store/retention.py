@@ -1,7 +1,5 @@
 """Ends records by their age: those of work that is over, which nobody can delete."""
 
-import asyncio
-import shutil
 from pathlib import Path
 from typing import Final
 
@@ -9,6 +7,7 @@ from sqlalchemy import ColumnElement, and_, delete, func, or_, select
 from sqlalchemy.orm import Session
 
 from coserve.core.job_status import FINAL
+from coserve.serve.artifacts.local import ArtifactStore
 from coserve.serve.store.database import Database
 from coserve.serve.store.records import (
     Adapter,
@@ -31,9 +30,9 @@ MOST: Final = 500  # rows that one turn deletes: the writing thread is shared
 class RetentionStore:
     """Deletes old records, a bounded number at a time."""
 
-    def __init__(self, database: Database, jobs: Path) -> None:
+    def __init__(self, database: Database, jobs: Path, artifacts: ArtifactStore) -> None:
         """`jobs` is the folder of jobs' checkpoints."""
-        self._database, self._jobs = database, jobs
+        self._database, self._jobs, self._artifacts = database, jobs, artifacts
 
     async def sweep(self, before: float) -> bool:
         """Deletes some of what ended before this time (Unix seconds): jobs of which there is no model, with
@@ -42,7 +41,7 @@ class RetentionStore:
         turn = _Turn(int(before), MOST)
         folders = await self._database.write(turn.sweep)
         for job in folders:
-            await asyncio.to_thread(shutil.rmtree, self._jobs / job, ignore_errors=True)
+            await self._artifacts.discard(self._jobs / job)
         return turn.left <= 0
 
 

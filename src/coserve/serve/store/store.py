@@ -9,7 +9,8 @@
     tinker/         checkpoints of `tinker` clients
     usage/          a journal of what was used, until it is in the database
 
-A row's files are on disk before the row is added, and deleted after it. One process writes; others (the
+A row's files are on disk, and where other servers find them (`artifacts`), before the row is added, and
+deleted after it. One process writes; others (the
 command line) may read, and add keys.
 """
 
@@ -20,7 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coserve.core.job_status import UNFINISHED
 from coserve.errors import StateError
+from coserve.serve.artifacts.local import ArtifactStore, LocalArtifacts
 from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.audit import AuditStore
 from coserve.serve.store.batches import BatchStore
@@ -37,7 +43,7 @@ from coserve.serve.store.permissions import PermissionStore
 from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import Adapter, CheckpointRecord, File
+from coserve.serve.store.records import Adapter, CheckpointRecord, File, JobRecord, TinkerCheckpoint
 from coserve.serve.store.responses import ResponseStore
 from coserve.serve.store.retention import RetentionStore
 from coserve.serve.store.stored_chats import ChatStore
@@ -45,6 +51,21 @@ from coserve.serve.store.tenants import TenantStore
 from coserve.serve.store.tinker import TinkerCheckpointStore, TinkerSessionStore
 from coserve.serve.store.uploads import MOST_EXPIRED_UPLOADS, UploadStore
 from coserve.serve.store.usage import UsageStore
+
+
+def artifacts_of_rows(session: Session) -> dict[str, set[str]]:
+    """As `Store.named_artifacts`."""
+    known: dict[str, set[str]] = {"adapters": set(), "tinker": set(), "files": set(), "jobs": set()}
+    for part, paths in (
+        ("adapters", Adapter.path),
+        ("tinker", TinkerCheckpoint.path),
+        ("jobs", CheckpointRecord.path),
+    ):
+        known[part] |= {str(path) for path in session.scalars(select(paths))}
+    known["files"] |= {f"files/{id}{suffix}" for id, suffix in session.execute(select(File.id, File.suffix))}
+    for id in session.scalars(select(JobRecord.id).where(JobRecord.status.in_(UNFINISHED))):
+        known["jobs"] |= {f"jobs/{id}/{origin}" for origin in ("start", "teacher")}
+    return known
 
 
 class Store:
@@ -61,11 +82,13 @@ class Store:
         folder: Path,
         clock: Callable[[], float] = time.time,
         quotas: Quotas | None = None,
+        artifacts: ArtifactStore | None = None,
         database: str = "",
         owner: str = "",
     ) -> None:
         """`database` is the URL of one that several servers share, `owner` this one's name in its leases."""
         self.folder = folder.resolve()
+        self.artifacts = artifacts or LocalArtifacts()
         try:
             for part in ("", "files", "jobs", "adapters", "batches", "uploads", "tinker", "usage"):
                 make_private(self.folder / part)
@@ -77,21 +100,21 @@ class Store:
         self.tenants = TenantStore(self._database, clock)
         self.logins = LoginStore(self._database, clock)
         self.creations = CreationStore(self._database, clock, quotas)
-        self.files = FileStore(self._database, clock, quotas, self.creations)
+        self.files = FileStore(self._database, clock, quotas, self.creations, self._put_file)
         self.jobs = JobStore(self._database, clock, quotas, self.creations, self.leases)
-        self.uploads = UploadStore(self._database, clock, quotas)
-        self.batches = BatchStore(self._database, clock, quotas, self.creations)
+        self.uploads = UploadStore(self._database, clock, quotas, self._put_file)
+        self.batches = BatchStore(self._database, clock, quotas, self.creations, self._put_file)
         self.job_events = JobEventStore(self._database, clock, self.path_of, self.leases)
-        self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations)
+        self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations, self.artifacts)
         self.evals = EvalStore(self._database, clock, quotas)
         self.permissions = PermissionStore(self._database, clock, quotas)
         self.tinker_sessions = TinkerSessionStore(self._database, quotas)
-        self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas)
+        self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas, self.artifacts)
         self.responses = ResponseStore(self._database, clock, quotas)
         self.chats = ChatStore(self._database, clock, quotas)
         self.usage = UsageStore(self._database, self.folder / "usage", clock)
         self.audit = AuditStore(self._database, clock)
-        self.retention = RetentionStore(self._database, self.folder / "jobs")
+        self.retention = RetentionStore(self._database, self.folder / "jobs", self.artifacts)
         self.quarantine = QuarantineStore(self._database, clock, self.adapters, self.leases)
 
     def file_path(self, file: File) -> Path:
@@ -103,13 +126,24 @@ class Store:
         rows go last, so that none is forgotten where the server ends in between."""
         expired = await self.files.expired()
         for file in expired:
-            await asyncio.to_thread(self.file_path(file).unlink, missing_ok=True)
+            await self.artifacts.discard(self.file_path(file))
         await self.files.forget(expired)
         late = await self.uploads.expired()
         for upload in late:
             await self.uploads.end(upload.id, "expired")
             await asyncio.to_thread(shutil.rmtree, self.upload_folder(upload.id), ignore_errors=True)
         return len(expired) == MOST_EXPIRED or len(late) == MOST_EXPIRED_UPLOADS
+
+    async def bring_file(self, file: File) -> Path:
+        """Path of a file's bytes, which are there, unless they have been deleted. Raises StateError."""
+        return await self.artifacts.get(self.file_path(file))
+
+    async def named_artifacts(self) -> dict[str, set[str]]:
+        """Paths of all artifacts that rows name, by their part of the state folder."""
+        return await self._database.read(artifacts_of_rows)
+
+    async def _put_file(self, file: File) -> None:
+        await self.artifacts.put(self.file_path(file))
 
     def job_folder(self, job: str) -> Path:
         """Folder for a job's checkpoints."""

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 from sqlalchemy import ColumnElement, delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
+from coserve.serve.artifacts.local import ArtifactStore
 from coserve.serve.store.database import Database
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import (
@@ -99,8 +100,9 @@ class TinkerSessionStore:
 class TinkerCheckpointStore:
     """Checkpoints: the tenant's own, and those that others have published."""
 
-    def __init__(self, database: Database, folder: Path, quotas: Quotas) -> None:
+    def __init__(self, database: Database, folder: Path, quotas: Quotas, artifacts: ArtifactStore) -> None:
         self._database, self._folder, self._quotas = database, folder, quotas
+        self._artifacts = artifacts
 
     async def find(self, tenant: str, path: str, now: float, own: bool = False) -> TinkerCheckpoint | None:
         """The checkpoint at a `tinker://` path that the tenant may read, or with `own` change."""
@@ -157,8 +159,10 @@ class TinkerCheckpointStore:
     async def add(self, row: TinkerCheckpoint, replace: bool = False) -> TinkerCheckpoint | None:
         """Adds a checkpoint whose folder is on disk, and returns the one that it replaces.
 
-        Raises FileExistsError for a path in use unless `replace`, and QuotaExceeded.
+        Raises FileExistsError for a path in use unless `replace`, QuotaExceeded, and StateError where the
+        artifact store is away.
         """
+        await self._artifacts.put(self._folder / row.path)
 
         def write(session: Session) -> TinkerCheckpoint | None:
             self._quotas.check_storage(session, row.tenant, row.bytes)
@@ -199,7 +203,7 @@ class TinkerCheckpointStore:
 
         path = await self._database.write(write)
         if path is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder / path, ignore_errors=True)
+            await self._artifacts.discard(self._folder / path)
 
     async def outdated(self, now: float) -> Sequence[TinkerCheckpoint]:
         """Checkpoints of all tenants that have expired."""

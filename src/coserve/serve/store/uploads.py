@@ -7,6 +7,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from coserve.serve.store.database import Database
+from coserve.serve.store.files import PutFile
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import File, UploadRecord
 
@@ -16,8 +17,8 @@ MOST_EXPIRED_UPLOADS: Final = 100  # that one turn ends: the writing thread is s
 class UploadStore:
     """Uploads and their owners. One that is pending counts as if all of its bytes were there."""
 
-    def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
-        self._database, self._clock, self._quotas = database, clock, quotas
+    def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas, put: PutFile) -> None:
+        self._database, self._clock, self._quotas, self._put = database, clock, quotas, put
 
     async def add(self, upload: UploadRecord) -> None:
         """Adds an upload. Raises QuotaExceeded."""
@@ -35,7 +36,9 @@ class UploadStore:
 
     async def end(self, id: str, status: str, file: File | None = None) -> bool:
         """Ends a pending upload, with its file if it is completed; False if it is not pending. Raises
-        QuotaExceeded."""
+        QuotaExceeded, and StateError where the artifact store is away."""
+        if file is not None:
+            await self._put(file)
 
         def write(session: Session) -> bool:
             values: dict[str, Any] = {"status": status, "bytes": 0, "file": None if file is None else file.id}

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -37,6 +36,7 @@ async def in_use(state: State, tenant: Tenant, path: str) -> AsyncIterator[Tinke
     ApiError 404, also for one whose deletion has begun."""
     found = await readable_checkpoint(state, tenant, path)
     with state.catalog.use(state.catalog.checkpoint(found)):
+        await state.store.artifacts.get(state.store.folder / found.path)
         yield found
 
 
@@ -127,13 +127,13 @@ async def add_checkpoint(
         row.path, row.bytes = store.path_of(folder), await asyncio.to_thread(bytes_in, folder)
         before = await store.tinker_checkpoints.add(row, replace)
     except FileExistsError:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await store.artifacts.discard(folder)
         if copied:
             return await readable_checkpoint(state, Tenant(row.tenant, row.tenant), row.tinker_path)
         message = f"{row.tinker_path} exists already, and is immutable: choose another name."
         raise ApiError(400, message, code="checkpoint_exists") from None
     except BaseException:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await store.artifacts.discard(folder)
         raise
     if before is not None:
         discarding = asyncio.create_task(_discard(state, before))
@@ -150,8 +150,7 @@ async def _discard(state: State, replaced: TinkerCheckpoint) -> None:
     state.catalog.removed(replaced.id)
     try:
         await state.link.unload(replaced.id)
-        folder = state.store.folder / replaced.path
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await state.store.artifacts.discard(state.store.folder / replaced.path)
     finally:
         state.catalog.forget(replaced.id)
 

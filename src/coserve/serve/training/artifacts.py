@@ -34,14 +34,16 @@ class Artifacts:
     async def bring_in(self, job: JobRecord, step: int) -> tuple[Adapter, File]:
         """Writes the finished adapter and the result file durably; the caller adds their rows.
 
-        Raises AdapterError if the checkpoint of `step` is missing or damaged, OSError if the disk is full.
+        Raises AdapterError if the checkpoint of `step` is missing or damaged, OSError if the disk is full,
+        and StateError where the artifact store is away.
         """
         checkpoint = await self._checkpoint(job, step)
         folder = self._store.adapter_folder(f"adapter-{tail_of(job.id)}")
         if not folder.exists():
-            trained = self._store.folder_of(checkpoint)
+            trained = await self._store.artifacts.get(self._store.folder_of(checkpoint))
             await asyncio.to_thread(check, trained)
             await asyncio.to_thread(copy_adapter, trained, folder, sys.maxsize)
+        await self._store.artifacts.put(folder)
         now = int(time.time())
         path = self._store.path_of(folder)
         adapter = Adapter(folder.name, job.name, path, job.base, now, job.tenant, job.model, job.id)
@@ -58,7 +60,9 @@ class Artifacts:
         id, name = f"file-{tail_of(job.id)}", f"step_metrics_{job.id}.csv"
         file = File(id, job.tenant, name, "fine-tune-results", 0, now, ".csv")
         lines = _csv(await self._store.jobs.metrics(job.id))
-        size = await asyncio.to_thread(write_whole, self._store.file_path(file), lines)
+        path = self._store.file_path(file)
+        size = await asyncio.to_thread(write_whole, path, lines)
+        await self._store.artifacts.put(path, replace=True)
         return File(id, job.tenant, name, file.purpose, size, now, file.suffix)
 
 

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Set
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -31,11 +32,12 @@ from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.probation import WorkItem
 from coserve.serve.engine.verdicts import QuarantineVerdict
 from coserve.serve.settings import ServerSettings
-from coserve.serve.store.durable import drop_resume_state, sweep
+from coserve.serve.store.durable import RESUMING, sweep
 from coserve.serve.store.leases import LeaseKey
-from coserve.serve.store.records import JobRecord, NewsMark
+from coserve.serve.store.records import Adapter, File, JobRecord, NewsMark
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
+from coserve.serve.training.brought import artifacts_are_here, bring_artifacts
 from coserve.serve.training.origins import drop_origins
 from coserve.serve.training.recipe import best_checkpoint, spec_of
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
@@ -56,6 +58,7 @@ from coserve.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
+_AWAY_SECONDS: Final = 2.0  # between two attempts to bring a job's files here
 _GOOD_CHECKPOINTS: Final = 2  # kept of a running job: the newest, and one in case that is damaged
 
 _NOTHING_SAVED: Final = "The job has no checkpoint that could be saved: it is paused"
@@ -74,6 +77,9 @@ _CODES: Final = {
 
 # And the parameter at fault.
 _FILES: Final = {"DataError": "training_file", "ValidationDataError": "validation_file"}
+
+# A finished job's adapter and file of figures, why there are none, or None for an event without results.
+JobResults = tuple[Adapter, File] | OSError | AdapterError | None
 
 
 class JobController:
@@ -165,7 +171,8 @@ class JobController:
                 is_ready=self._link.ready,
                 is_draining=self._draining,
                 is_inside=job.id in self._inside,
-                is_on_trial=job.id in self._trials,
+                is_on_trial=job.id in self._trials
+                and not self._link.probation.is_open(WorkItem("job", job.id)),
                 is_full=len(self._inside) >= most,
                 most=most,
                 reason=self._waiting.get(job.id),
@@ -211,6 +218,10 @@ class JobController:
         found = await self._store.jobs.get(job.tenant, job.id)
         assert found is not None, "jobs are never deleted"
         return found
+
+    def trains(self, job: str) -> bool:
+        """Tells whether the engine has a job."""
+        return job in self._inside
 
     # For the loop that renews leases
 
@@ -280,12 +291,13 @@ class JobController:
 
     async def _heard(self, numbered: Numbered) -> None:
         """Stores an event, which is acknowledged after this returns."""
+        results = await self._put_results(numbered.news)
         async with self._turn:
             mark = NewsMark(self._generation, numbered.number)
             self._follow(numbered.news)
             if not await self._store.job_events.seen(mark):
                 try:
-                    await self._write(mark, numbered.news)
+                    await self._write(mark, numbered.news, results)
                 except StateError:
                     raise  # it is written down later
                 except Exception as error:
@@ -324,7 +336,28 @@ class JobController:
         async with self._turn:
             await self._store.quarantine.add(kind, subject, guilty.reason, details)
 
-    async def _write(self, mark: NewsMark, news: JobNews) -> None:
+    async def _put_results(self, news: JobNews) -> "JobResults":
+        """Has all servers find what an event tells of: a checkpoint, or a job's results, which are returned
+        for their rows. It takes as long as the artifact store does, and so nobody waits for it in turn.
+        Raises StateError where that store is away."""
+        if not self._store.leases.has("job", news.job):
+            return None  # another server has the job, and puts what it makes
+        match news:
+            case JobCheckpoint():
+                await self._store.artifacts.put(Path(news.path), replace=True)
+            case JobEnded(status=JobStatus.SUCCEEDED):
+                jobs = {job.id: job for job in await self._store.jobs.unfinished()}
+                if (job := jobs.get(news.job)) is not None:
+                    return await self._results(job, news.step)
+        return None
+
+    async def _results(self, job: JobRecord, step: int) -> "JobResults":
+        try:
+            return await self._artifacts.bring_in(job, step)
+        except (OSError, AdapterError) as error:
+            return error
+
+    async def _write(self, mark: NewsMark, news: JobNews, results: "JobResults") -> None:
         match news:
             case JobWaiting():
                 self._waiting[news.job] = news.reason
@@ -358,15 +391,15 @@ class JobController:
                 elif self._draining:
                     why = "as the server stops"
                 self._weights.pop(news.job, None)
-                await self._ended(mark, news, why)
+                await self._ended(mark, news, why, results)
 
-    async def _ended(self, mark: NewsMark, news: JobEnded, why: str) -> None:
+    async def _ended(self, mark: NewsMark, news: JobEnded, why: str, results: "JobResults") -> None:
         match news.status:
             case _ if not self._store.leases.has("job", news.job):
                 await self._store.job_events.skip(mark)  # another server has it
                 return
             case JobStatus.SUCCEEDED:
-                own = await self._succeeded(mark, news)
+                own = await self._keep(mark, news.job, news.step, results)
             case JobStatus.FAILED:
                 own = await self._failed(mark, news.job, news.fault)
             case JobStatus.PAUSED:
@@ -390,27 +423,23 @@ class JobController:
         if not checkpoints:
             await self._store.jobs.move(job.id, (JobStatus.PAUSED,), JobStatus.PAUSED, _NOTHING_SAVED)
             return
-        await self._keep(None, job, best_checkpoint(job, checkpoints) or checkpoints[-1].step)
+        step = best_checkpoint(job, checkpoints) or checkpoints[-1].step
+        await self._keep(None, job.id, step, await self._results(job, step))
         await self._drop_what_training_needs(job.id)
 
-    async def _succeeded(self, mark: NewsMark, news: JobEnded) -> bool:
-        jobs = {job.id: job for job in await self._store.jobs.unfinished()}
-        job = jobs.get(news.job)
-        if job is None:
-            await self._store.job_events.skip(mark)
-            return True
-        return await self._keep(mark, job, news.step)
-
-    async def _keep(self, mark: NewsMark | None, job: JobRecord, step: int) -> bool:
-        """Ends a job with the adapter of the checkpoint of `step`; False where another server has it."""
-        try:
-            adapter, result = await self._artifacts.bring_in(job, step)
-        except (OSError, AdapterError) as error:
-            log.error("the adapter of %s cannot be kept: %s", job.id, error)
-            fault = Fault("AdapterError", f"the adapter cannot be kept: {error}")
-            return await self._failed(mark, job.id, fault)
-        else:
-            return await self._store.job_events.succeeded(mark, job.id, step, adapter, result)
+    async def _keep(self, mark: NewsMark | None, job: str, step: int, results: "JobResults") -> bool:
+        """Ends a job with its results, of the checkpoint of `step`; False where another server has it."""
+        match results:
+            case None:  # the job is over
+                if mark is not None:
+                    await self._store.job_events.skip(mark)
+                return True
+            case (adapter, result):
+                return await self._store.job_events.succeeded(mark, job, step, adapter, result)
+            case error:
+                log.error("the adapter of %s cannot be kept: %s", job, error)
+                told = f"the adapter cannot be kept: {error}"
+                return await self._failed(mark, job, Fault("AdapterError", told))
 
     async def _failed(self, mark: NewsMark | None, job: str, fault: Fault | None) -> bool:
         fault = fault or Fault("JobError", "the engine did not say why")
@@ -459,16 +488,25 @@ class JobController:
                 self._weights[id] = weight
 
     async def _start(self, job: JobRecord, weight: float = 1.0) -> None:
-        """Starts a job in the engine; a suspect waits for its trial."""
+        """Starts a job in the engine; a suspect waits for its trial, and one whose files are elsewhere for
+        these."""
         self._inside.add(job.id)
         self._weights[job.id] = weight
-        if not self._link.probation.is_open(WorkItem("job", job.id)):
+        is_here = await artifacts_are_here(self._store, job)
+        if not is_here or not self._link.probation.is_open(WorkItem("job", job.id)):
             self._trials[job.id] = asyncio.create_task(self._try(job, weight, self._generation))
         else:
             await self._hand_in(job, weight)
 
     async def _try(self, job: JobRecord, weight: float, generation: str) -> None:
-        """Waits until no other suspect is on trial, and starts the job."""
+        """Brings the job's files here, waits until no other suspect is on trial, and starts the job."""
+        while True:
+            try:
+                await bring_artifacts(self._store, job)
+                break
+            except StateError as error:
+                log.warning("%s waits for its files: %s", job.id, error)
+                await asyncio.sleep(_AWAY_SECONDS)
         await self._link.probation.turn(WorkItem("job", job.id))
         if not self._link.ready:  # the next engine's turn begins anew
             return
@@ -503,4 +541,4 @@ class JobController:
         checkpoints."""
         newest_last = await self._store.jobs.all_checkpoints(job)
         for checkpoint in newest_last[: max(0, len(newest_last) - keep)]:
-            await asyncio.to_thread(drop_resume_state, self._store.folder_of(checkpoint))
+            await self._store.artifacts.trim(self._store.folder_of(checkpoint), RESUMING)

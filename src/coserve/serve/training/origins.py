@@ -26,6 +26,12 @@ def origin_folder(store: Store, job: str, origin: Origin) -> Path:
     return store.job_folder(job) / origin
 
 
+def origins_present(store: Store, job: JobRecord) -> list[Path]:
+    """Folders that a job has for the adapters that it begins with or learns from."""
+    named: Mapping[Origin, str | None] = {"start": job.start_from, "teacher": job.options.get("teacher")}
+    return [origin_folder(store, job.id, origin) for origin, id in named.items() if id is not None]
+
+
 @asynccontextmanager
 async def origins_of(
     catalog: Catalog, store: Store, job: JobRecord, start: Model, teacher: Model | None
@@ -56,12 +62,15 @@ async def _take(catalog: Catalog, store: Store, folder: Path, model: Model) -> N
     if adapter is None or adapter.path.is_absolute():
         return
     with catalog.use(model):
-        await asyncio.to_thread(link_files, store.folder_of(adapter), folder, (CONFIG, WEIGHTS))
+        source = await store.artifacts.get(store.folder_of(adapter))
+        await asyncio.to_thread(link_files, source, folder, (CONFIG, WEIGHTS))
+        await store.artifacts.put(folder)
 
 
 async def drop_origins(store: Store, job: str) -> None:
     """Deletes the files that a job began with, as it is over or was never added."""
-    await asyncio.to_thread(_drop, store.job_folder(job))
+    for origin in _ORIGINS:
+        await store.artifacts.discard(origin_folder(store, job, origin))
 
 
 async def sweep_origins(store: Store) -> None:

@@ -130,7 +130,7 @@ def _check_optimizer(optimizer: OptimizerSettings, validates: bool) -> None:
 
 async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
     """The engine's description of a job on the base of the id `base`. The path of a missing file is empty,
-    and the job fails there."""
+    and the job fails there. Files that other servers took are brought here. Raises StateError."""
     ids = (job.training_file, job.validation_file)
     files = {
         file.id: file
@@ -147,7 +147,7 @@ async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
     costs = ((one.step, _cost(one.metrics)) for one in checkpoints)
     return JobSpec(
         job=job.id,
-        data=_path(store, data),
+        data=await _path(store, data),
         data_name=None if data is None else data.filename,
         folder=str(store.job_folder(job.id) / "checkpoints"),
         options=options,
@@ -155,7 +155,7 @@ async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
         method=job.peft or {},
         start_from=await _folder_of(store, job.id, "start", job.start_from),
         teacher=await _folder_of(store, job.id, "teacher", job.options.get("teacher")),
-        validation=None if job.validation_file is None else _path(store, validation),
+        validation=None if job.validation_file is None else await _path(store, validation),
         validation_name=None if validation is None else validation.filename,
         every=job.every,
         keep_best=_keeps_best(wanted),
@@ -166,8 +166,8 @@ async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
     )
 
 
-def _path(store: Store, file: File | None) -> str:
-    return "" if file is None else str(store.file_path(file))
+async def _path(store: Store, file: File | None) -> str:
+    return "" if file is None else str(await store.bring_file(file))
 
 
 def _cost(metrics: Mapping[str, Any]) -> float | None:
@@ -197,13 +197,14 @@ async def _folder_of(store: Store, job: str, origin: Origin, id: str | None) -> 
     """
     if id is None:
         return None
-    own = origin_folder(store, job, origin)
+    own = await store.artifacts.get(origin_folder(store, job, origin))
     if own.is_dir():
         return str(own)
     adapter = await store.adapters.get(id)
     if adapter is None and (checkpoint := await store.tinker_checkpoints.get(id)) is not None:
         adapter = as_adapter(checkpoint)
-    return str(store.adapter_folder(id) if adapter is None else store.folder_of(adapter))
+    folder = store.adapter_folder(id) if adapter is None else store.folder_of(adapter)
+    return str(await store.artifacts.get(folder))
 
 
 def auto_epochs(examples: int) -> int:

@@ -152,6 +152,7 @@ async def download(
     path: Path = state.store.tinker_folder(checkpoint) / file
     if file not in (CONFIG, WEIGHTS) or not tinker.links.check(checkpoint, file, expires, signature):
         raise not_found("This link is not valid, or not any more.")
+    await state.store.artifacts.get(path.parent)
     if not await asyncio.to_thread(path.is_file):
         raise not_found("The file was deleted.")
     return FileResponse(path, filename=file)

@@ -1,0 +1,1 @@
+"""`coserve bench replicas`: several servers behind a router, in counts and on modelled seconds."""

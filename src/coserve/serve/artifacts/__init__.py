@@ -1,0 +1,1 @@
+"""Files that several servers share: adapters, checkpoints and uploads, in a folder or an object store."""
