@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 url, model = sys.argv[1:]
 
 
-class Mood(BaseModel):
+class Mood(BaseModel, extra="forbid"):
     """How a text sounds."""
 
     mood: Literal["good", "bad"]

@@ -24,6 +24,7 @@ from coserve.serve.store.records import Adapter, File
 from coserve.serve.store.store import Store
 from coserve.serve.store.usage import Used
 
+OLD = Path(__file__).parents[3] / "newcomers" / "data" / "state-0.1.0.tar.xz"
 NAMES = ("backup", "backup.tar", "backup.tar.gz")
 RUN = "import sys; from pathlib import Path; from coserve.serve.store.backup import back_up, restore; "
 BACK_UP = RUN + "back_up(Path(sys.argv[1]), Path(sys.argv[2]))"
@@ -81,8 +82,8 @@ def check(state: Path) -> int:
 def test_what_comes_back_is_what_was_there(filled: Path, tmp_path: Path, name: str) -> None:
     made = back_up(filled, tmp_path / name)
     assert (
-        made.files == 43 and not (filled / ".backup").exists()
-    )  # and the database, the adapter, the journal
+        made.files == 44 and not (filled / ".backup").exists()
+    )  # and the database, the adapter, the journal and its name
     (tmp_path / "empty").mkdir()
     assert restore(tmp_path / name, tmp_path / "empty").bytes == made.bytes
     assert check(tmp_path / "empty") == 40
@@ -215,10 +216,10 @@ def test_a_database_of_an_earlier_shape_is_upgraded_once_it_is_asked_for(
 
     shutil.copy(filled / "coserve.db", tmp_path)
     assert run("upgrade", "--check") == (0, "database: shape 0019, this version's is 0019\nnothing to do\n")
-    with closing(sqlite3.connect(tmp_path / "coserve.db")) as database, database:
-        database.execute("UPDATE alembic_version SET version_num = '0013'")
-        for table in ("usage", "usage_merged", "audit"):
-            database.execute(f"DROP TABLE {table}")
+    with tarfile.open(OLD) as archive:
+        database = archive.extractfile("state/coserve.db")
+        assert database is not None
+        (tmp_path / "coserve.db").write_bytes(database.read())
     code, said = run("upgrade", "--check")
     assert code == 0 and "0015  Tables for operators" in said and "cannot be undone" in said
     assert "upgraded to shape 0019" in run("upgrade")[1] and "nothing to do" in run("upgrade")[1]

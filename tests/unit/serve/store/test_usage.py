@@ -108,7 +108,7 @@ def test_a_segment_that_was_merged_when_the_process_died_is_not_merged_again(tmp
     async def write(store: Store, keep: bool) -> None:
         await store.usage.open()
         store.usage.add("ann", "m", "", Used(1, 10))
-        (segment,) = (tmp_path / "usage").iterdir()
+        (segment,) = (tmp_path / "usage").glob("*.jsonl")
         data = segment.read_bytes()
         await store.usage.merge()
         assert not segment.exists()
