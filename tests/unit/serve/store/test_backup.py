@@ -148,7 +148,7 @@ def test_a_kill_at_any_moment_leaves_nothing_half(filled: Path, tmp_path: Path) 
             [RESTORE, str(source), str(target)] if turn % 3 == 2 else [BACK_UP, str(filled), str(target)]
         )
         with subprocess.Popen([sys.executable, "-c", *command]) as process:
-            while process.poll() is None and not (tmp_path / f".{target.name}").exists():
+            while process.poll() is None and not (tmp_path / f".{target.name}.coserve-partial").exists():
                 time.sleep(0.001)
             time.sleep(draw.random() * 0.05)
             process.send_signal(signal.SIGKILL)
