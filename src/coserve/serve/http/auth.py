@@ -140,9 +140,11 @@ async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
 
 
 async def serves_without_keys(state: State) -> bool:
-    """Tells whether every request belongs to the tenant `local`."""
+    """Tells whether every request belongs to the tenant `local`. A proxy's clients are elsewhere, also where
+    the proxy itself is on this machine."""
     settings = state.settings
-    may_be_open = (settings.is_loopback or settings.allow_insecure) and not settings.require_keys
+    is_alone = settings.is_loopback and not settings.trusted_proxies
+    may_be_open = (is_alone or settings.allow_insecure) and not settings.require_keys
     return may_be_open and await state.store.tenants.is_open()
 
 
