@@ -93,7 +93,7 @@ def test_settings_of_proxies_are_checked() -> None:
 
 
 def test_nobody_is_a_proxy_that_the_settings_do_not_name(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a socket: uvicorn believes this machine's own clients by default, and whom its environment names."""
+    """Over a socket: uvicorn by default believes this machine, and whom its environment names."""
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
 
     async def story(world: World) -> None:
@@ -115,7 +115,7 @@ def test_nobody_is_a_proxy_that_the_settings_do_not_name(play: Play, monkeypatch
 
 
 def test_a_proxy_s_clients_need_a_key(play: Play) -> None:
-    """To a server on loopback they look as this machine's own: without a key, all of them would be `local`."""
+    """To a server on loopback they look as this machine's own, whom it asks for none."""
 
     async def story(world: World) -> None:
         transport = httpx2.ASGITransport(app=create_app(world.state), client=("10.0.0.1", 1))

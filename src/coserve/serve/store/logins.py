@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from sqlalchemy import bindparam, delete, select
@@ -84,6 +84,13 @@ class LoginStore:
             return None
         asked = {"digest": keys.digest_of(cookie), "now": int(self._clock())}
         return await self._database.read(lambda session: session.scalar(_OWNER, asked))
+
+    async def valid(self, digests: Collection[bytes]) -> frozenset[bytes]:
+        """The digests (`keys.digest_of`) among these of cookies whose logins have not ended."""
+        found = select(LoginRecord.digest).join(KeyRecord, LoginRecord.key == KeyRecord.id)
+        in_force = LoginRecord.ends > int(self._clock()), KeyRecord.revoked.is_(None)
+        found = found.where(LoginRecord.digest.in_(digests), *in_force)
+        return await self._database.read(lambda session: frozenset(session.scalars(found)))
 
     async def end(self, cookie: str) -> None:
         """Ends a login, if there is one."""
