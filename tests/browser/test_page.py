@@ -163,6 +163,34 @@ def test_login_by_key_and_two_tenants(see: Any, locked: Server) -> None:
     assert httpx2.get(f"{locked.url}/v1/models").status_code == 401
 
 
+def test_the_next_tenant_of_a_tab_sees_no_draft_of_the_last(see: Any, locked: Server) -> None:
+    keys = [keys_of(locked, lambda store, to=name: store.create_key(to))[1] for name in ("dora", "emil")]
+    page = see(locked.url).open("playground")
+
+    def log_in(key: str) -> None:
+        page.get_by_label("API key").fill(key)
+        page.get_by_role("button", name="Log in").click()
+        page.wait_for_selector("text=Log out")
+
+    log_in(keys[0])
+    page.get_by_label("Message").fill("what dora asks")
+    page.reload()
+    page.wait_for_selector("text=Log out")
+    assert page.get_by_label("Message").input_value() == "what dora asks"
+    page.get_by_role("button", name="Log out").click()
+    page.wait_for_selector("[name=key]")
+    page.wait_for_timeout(400)
+    assert "dora" not in page.evaluate("JSON.stringify(sessionStorage)")
+    log_in(keys[0])
+    page.get_by_label("Message").fill("what dora asks")
+    page.wait_for_timeout(400)
+    page.context.clear_cookies()  # a login that is over, and somebody else's after it
+    page.wait_for_selector("[name=key]")
+    log_in(keys[1])
+    assert page.get_by_label("Message").input_value() == ""
+    assert "dora" not in page.evaluate("JSON.stringify(sessionStorage)")
+
+
 @pytest.mark.parametrize("text", (HOSTILE, LONG), ids=("markup", "long"))
 def test_hostile_texts_are_shown_as_text(see: Any, server: Server, text: str) -> None:
     """Whatever the server tells: each text in its answers is replaced."""
