@@ -1,5 +1,6 @@
 """No log has a prompt, an answer or a key: requests are drawn, and the logs searched."""
 
+import asyncio
 import io
 import json
 import logging
@@ -7,10 +8,15 @@ import random
 import string
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
 
+from coserve.serve.store import postgres
+from coserve.serve.store.store import Store
 from coserve.wire.logs import CONTEXT, JsonFormatter, TextFormatter, WorkContext
 from serving import Play, World
 
@@ -106,3 +112,14 @@ def test_a_traceback_is_a_field_of_one_line() -> None:
     assert found["traceback"].startswith("Traceback") and "ValueError: two" in found["traceback"]
     assert (found["request_id"], found["tenant"], found["job"]) == ("req_1", "ann", "job_1")
     assert found["time"].endswith("Z") and "T" in found["time"]
+
+
+def test_an_error_of_the_database_has_no_values(tmp_path: Path) -> None:
+    """What SQLAlchemy raises is in tracebacks: by default with all that was to be stored."""
+    insert = text("INSERT INTO files (id, filename) VALUES ('file-1', :name)")
+    with Store(tmp_path) as store, pytest.raises(IntegrityError) as raised:
+        asyncio.run(store._database.write(lambda session: session.execute(insert, {"name": "zqsecretzq"})))
+    assert "INSERT" in str(raised.value) and "zqsecretzq" not in str(raised.value)
+    pytest.importorskip("psycopg")
+    engine = postgres._engine(postgres.parse("postgresql://me:zqsecretzq@h/d"), 1, "SERIALIZABLE")
+    assert engine.hide_parameters and "zqsecretzq" not in repr(engine)

@@ -133,6 +133,7 @@ def _engine(url: URL, connections: int, isolation: Any) -> Engine:
         pool_pre_ping=True,  # a database that was away gets new connections
         pool_timeout=RETRY_SECONDS,
         json_deserializer=from_json,
+        hide_parameters=True,  # of statements in errors, which are logged: prompts and answers
         connect_args={
             "connect_timeout": CONNECT_SECONDS,
             "tcp_user_timeout": 10_000,  # of a network that was cut
