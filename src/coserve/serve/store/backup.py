@@ -49,11 +49,13 @@ _PATHS: Final = ("adapters", "checkpoints", "tinker_checkpoints")  # tables whos
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Contents of a backup: the shape of its database, its time, and each file's size and SHA-256."""
+    """Contents of a backup: the shape of its database, its time, and each file's size and SHA-256. With
+    `shared_artifacts` some files of its rows are where several servers have them."""
 
     revision: str
     created: int
     files: dict[str, tuple[int, str]]
+    shared_artifacts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,10 @@ class BackupSummary:
     revision: str
 
 
-def back_up(state: Path, target: Path) -> BackupSummary:
+def back_up(state: Path, target: Path, shared_artifacts: bool = False) -> BackupSummary:
     """Writes a backup of a state folder, as a folder, or as one file where the name ends in .tar, .tar.gz or
-    .tgz. Raises StateError where the target is there already, or the state cannot be read as a whole."""
+    .tgz. With `shared_artifacts` the folder has copies of some artifacts alone. Raises StateError where the
+    target is there already, or the state cannot be read as a whole."""
     if not (state / DATABASE).is_file():
         raise StateError(f"{state} is no state folder: it has no {DATABASE}")
     if target.exists():
@@ -82,8 +85,8 @@ def back_up(state: Path, target: Path) -> BackupSummary:
             shutil.rmtree(stage, ignore_errors=True)  # of a backup that was killed
             _remove(partial)
             try:
-                _pin(state, stage)
-                summary = _write(stage, partial, target)
+                _pin(state, stage, shared_artifacts)
+                summary = _write(stage, partial, target, shared_artifacts)
             finally:
                 shutil.rmtree(stage, ignore_errors=True)
             settle(partial, target)
@@ -111,7 +114,7 @@ def restore(source: Path, state: Path) -> BackupSummary:
                     f"version knows {head_revision()}): update coserve"
                 )
             examine(partial / DATABASE)
-            if missing := _missing(partial):
+            if not manifest.shared_artifacts and (missing := _missing(partial)):
                 raise StateError(f"{source} is damaged: it lacks {missing[0]}")
             _sync_tree(partial)
             settle(partial, state)
@@ -152,7 +155,7 @@ def _lock(state: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _pin(state: Path, stage: Path) -> None:
+def _pin(state: Path, stage: Path, shared_artifacts: bool) -> None:
     """Fills `stage` with a copy of the database and links to all files that it names."""
     stage.mkdir(mode=0o700)
     for _ in range(_TRIES):
@@ -160,7 +163,7 @@ def _pin(state: Path, stage: Path) -> None:
         (stage / DATABASE).unlink(missing_ok=True)
         _copy_database(state / DATABASE, stage / DATABASE)
         _link_new(state, stage)
-        if not (missing := _missing(stage)):
+        if shared_artifacts or not (missing := _missing(stage)):
             break
     else:
         raise StateError(f"{state} has rows whose files are gone, such as {missing[0]}: it is damaged")
@@ -238,7 +241,7 @@ def _drop_unnamed(stage: Path) -> None:
                 _remove(entry)
 
 
-def _write(stage: Path, partial: Path, target: Path) -> BackupSummary:
+def _write(stage: Path, partial: Path, target: Path, shared_artifacts: bool) -> BackupSummary:
     """Copies the stage to where it becomes the backup, with a manifest, durably."""
     with closing(sqlite3.connect(stage / DATABASE)) as database:
         ((revision,),) = database.execute("SELECT version_num FROM alembic_version")
@@ -251,9 +254,8 @@ def _write(stage: Path, partial: Path, target: Path) -> BackupSummary:
             with tarfile.open(fileobj=file, mode="w:gz" if is_packed else "w") as tar:
                 for path in paths:
                     files[path.relative_to(stage).as_posix()] = _add(tar, path, stage)
-                (stage / MANIFEST).write_bytes(
-                    msgspec.json.encode(Manifest(revision, int(time.time()), files))
-                )
+                manifest = Manifest(revision, int(time.time()), files, shared_artifacts)
+                (stage / MANIFEST).write_bytes(msgspec.json.encode(manifest))
                 _add(tar, stage / MANIFEST, stage)
             file.flush()
             os.fsync(file.fileno())
@@ -264,8 +266,8 @@ def _write(stage: Path, partial: Path, target: Path) -> BackupSummary:
             (partial / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with path.open("rb") as source:
                 files[name] = _save(source, partial / name)
-        manifest = msgspec.json.encode(Manifest(revision, int(time.time()), files))
-        _save(io.BytesIO(manifest), partial / MANIFEST)
+        manifest = Manifest(revision, int(time.time()), files, shared_artifacts)
+        _save(io.BytesIO(msgspec.json.encode(manifest)), partial / MANIFEST)
         _sync_tree(partial)
     return BackupSummary(str(target), len(files), sum(size for size, _ in files.values()), revision)
 

@@ -201,6 +201,10 @@ def test_a_row_without_its_file_is_told_of(filled: Path, tmp_path: Path) -> None
     with pytest.raises(StateError, match=r"files/file-7\.jsonl"):
         back_up(state, tmp_path / "backup")
     assert not (tmp_path / "backup").exists() and not (state / ".backup").exists()
+    for name in ("backup", "backup.tar"):  # unless several servers have their files elsewhere
+        back_up(state, tmp_path / name, shared_artifacts=True)
+        restore(tmp_path / name, tmp_path / f"back-{name}")
+        assert len(list((tmp_path / f"back-{name}" / "files").iterdir())) == 39
 
 
 def test_a_database_of_an_earlier_shape_is_upgraded_once_it_is_asked_for(
