@@ -38,9 +38,9 @@ ray: dev
 clients: dev build/clients/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/clients
 
-build/clients/.installed: tests/clients/requirements.txt
+build/clients/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
 	$(PYTHON) -m venv build/clients
-	build/clients/bin/pip install --quiet -r tests/clients/requirements.txt
+	build/clients/bin/pip install --quiet -c tests/clients/constraints.txt -r tests/clients/requirements.txt
 	@touch $@
 
 # On PostgreSQL, which has to be installed.

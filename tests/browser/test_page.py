@@ -52,12 +52,13 @@ def test_the_keyboard_reaches_everything(see: Any, server: Server) -> None:
     page = see(server.url).open()
     page.wait_for_selector(".panel")
     reached = []
-    for _ in range(6):
+    for _ in range(9):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.innerText || document.activeElement.ariaLabel"))
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "none", reached
-    assert reached[:5] == ["To the content", "coserve", "Now", "Keys", "Health"]
+    views = ["Now", "Playground", "Jobs", "Adapters", "Keys", "Health"]
+    assert reached[:8] == ["To the content", "coserve", *views]
     assert page.evaluate("document.activeElement.ariaLabel") == "Theme"
     page.get_by_role("link", name="Health").press("Enter")
     page.wait_for_selector("text=Memory of the processes")
@@ -231,7 +232,8 @@ def test_hostile_texts_are_shown_as_text(see: Any, server: Server, text: str) ->
         page.wait_for_timeout(300)
         assert page.title() != "taken"
         assert page.locator("main img, main script, .rail img").count() == 0
-        assert not seen.overflows(), view
+        wide = "[...document.querySelectorAll(\"main *\")].filter(e => e.getBoundingClientRect().right > innerWidth + 1).slice(0, 6).map(e => e.outerHTML.slice(0, 160))"
+        assert not seen.overflows(), (view, page.evaluate(wide))
 
 
 def test_the_page_asks_nobody_else(see: Any, server: Server) -> None:

@@ -144,8 +144,8 @@ def counted() -> list[Count]:
         # attention, positions and text parts. Of the second 1,617 are recurrent layers, 3,596 tensor
         # parallelism, 929 pipelines, 2,120 adapter methods, 2,250 tools and reasoning, 360 Anthropic's
         # dialect, 2,698 Responses, 2,666 OpenAI's graders, evals and further fields of jobs, 2,294 batches,
-        # embeddings and forms of answers, 1,560 the page, 2,600 what operators expect, 2,700 replicas, 3,900 a
-        # cluster's workers and policies.
+        # embeddings and forms of answers, 1,560 the page, 2,600 what operators expect, 2,700 replicas, 3,900
+        # a cluster's workers and policies.
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 38_250, 28_000),
         Count("lines of the package", lines(), 125_936, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
@@ -165,7 +165,7 @@ def passed() -> list[Count]:
     return [
         Count("modules that a prompt is handed to", prompt, 65, 20),
         # Two of these say what of an adapter's gradients ranks add: adapters/sharded.py, parallel/ranks.py.
-        # Others show its loss, count its tokens and tell of it: serve/telemetry.py, store/usage.py, webhooks/.
+        # Others show its loss, count its tokens and tell of it: telemetry.py, store/usage.py, webhooks/.
         Count("modules that a training example is handed to", example, 94, 20),
     ]
 

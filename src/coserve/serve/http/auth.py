@@ -26,7 +26,7 @@ from coserve.wire.logs import context
 _API = ("/v1/", "/api/v1/")  # every path below these needs a tenant
 _OPEN = "/api/v1/healthz"  # but this one
 # These too: they show all tenants, or the server itself, or compute.
-_INSIDE = ("/metrics", "/trace", "/docs", "/openapi.json", "/tokenize", "/detokenize")
+_INSIDE = ("/metrics", "/trace", "/docs", "/openapi.json", "/tokenize", "/detokenize", "/tokenizer_info")
 _PAGE = "/web/api/"  # what the page asks for, beside the API
 COOKIE = "coserve_login"
 TOKEN_HEADER = "x-coserve-token"
