@@ -101,7 +101,7 @@ def test_spans_go_where_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_fault_is_told_without_its_words() -> None:
-    """What a library raises may hold a prompt."""
+    """The exception of a library may hold a prompt."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise ValueError("the prompt is zqsecretzq")

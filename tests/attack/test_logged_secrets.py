@@ -115,7 +115,7 @@ def test_a_traceback_is_a_field_of_one_line() -> None:
 
 
 def test_an_error_of_the_database_has_no_values(tmp_path: Path) -> None:
-    """What SQLAlchemy raises is in tracebacks: by default with all that was to be stored."""
+    """Exceptions of SQLAlchemy are in tracebacks: by default with all values that were to be stored."""
     insert = text("INSERT INTO files (id, filename) VALUES ('file-1', :name)")
     with Store(tmp_path) as store, pytest.raises(IntegrityError) as raised:
         asyncio.run(store._database.write(lambda session: session.execute(insert, {"name": "zqsecretzq"})))
