@@ -27,9 +27,9 @@ def test_logins_and_wrong_keys_are_in_the_audit_log(play: Play) -> None:
         assert (await world.http.delete("/web/api/login", headers=given)).status_code == 204
         assert await ask("203.0.113.9") == 401  # nothing was tried
         assert await ask("203.0.113.1", authorization=f"Bearer {wrong}", **{"x-request-id": "mine"}) == 401
-        for number in range(30):  # one of an address is enough, and of all addresses there are many
+        for number in range(5):  # one of an address is enough, and of all addresses there are many
             assert await ask("203.0.113.1", authorization=f"Bearer hunter{number}") == 401
-        for number in range(300):
+        for number in range(80):
             assert await ask(f"10.0.{number}.1", authorization="Bearer hunter2") == 401
         rows = await store.audit.list()
         told = [(row.action, row.actor, row.subject, row.tenant) for row in rows]
