@@ -11,7 +11,7 @@ url, model = sys.argv[1:]
 
 
 class Mood(BaseModel, extra="forbid"):
-    """How a text sounds."""
+    """A text has a mood, of a degree."""
 
     mood: Literal["good", "bad"]
     degree: int = Field(ge=0, le=9)

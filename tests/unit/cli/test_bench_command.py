@@ -24,6 +24,7 @@ COMMANDS = {
     "zoo",
     "models",
     "ranks",
+    "replicas",
     "draw",
     "stale",
 }
