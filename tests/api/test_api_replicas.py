@@ -280,6 +280,44 @@ def test_a_picker_loads_no_adapter_twice_without_need_and_spreads_a_hot_one(
     tell(story, tmp_path, str(tmp_path / "common"))
 
 
+def test_a_key_that_comes_to_two_servers_creates_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client asks one server, gives up as that hangs, and asks the other one; then the first goes on."""
+
+    async def story(a: World, b: World) -> None:
+        body = {"data": {"purpose": "fine-tune"}, "headers": {"Idempotency-Key": "k"}}
+        line, hangs, begun = b'{"prompt": "a", "completion": "b"}\n', asyncio.Event(), asyncio.Event()
+        put = a.state.store.files._put
+
+        async def late(file: Any) -> None:
+            begun.set()
+            await hangs.wait()
+            await put(file)
+
+        monkeypatch.setattr(a.state.store.files, "_put", late)
+        first = asyncio.create_task(a.http.post("/v1/files", files={"file": ("t.jsonl", line)}, **body))
+        other = asyncio.create_task(
+            a.http.post(
+                "/v1/files", files={"file": ("u.jsonl", line)}, **body | {"headers": {"Idempotency-Key": "o"}}
+            )
+        )
+        await begun.wait()
+        again = await b.http.post("/v1/files", files={"file": ("t.jsonl", line)}, **body)
+        more = {"file": ("u.jsonl", line * 2)}
+        keyed = body | {"headers": {"Idempotency-Key": "o"}}
+        assert (await b.http.post("/v1/files", files=more, **keyed)).status_code == 200
+        hangs.set()
+        late_reply, reused = await first, await other
+        assert again.status_code == 200 == late_reply.status_code, late_reply.text
+        assert late_reply.json() == again.json() and late_reply.headers["idempotent-replayed"] == "true"
+        assert reused.status_code == 422, reused.text
+        names = [one.filename for one in (await a.client().files.list()).data]
+        assert sorted(names) == ["t.jsonl", "u.jsonl"]
+
+    tell(story, tmp_path, str(tmp_path / "common"))
+
+
 async def _end(trainer: Trainer, job: str) -> None:
     await trainer.checkpoint(job, 1)
     await trainer.end(job, "succeeded", 1)
