@@ -286,34 +286,45 @@ def test_a_key_that_comes_to_two_servers_creates_once(
     """A client asks one server, gives up as that hangs, and asks the other one; then the first goes on."""
 
     async def story(a: World, b: World) -> None:
-        body = {"data": {"purpose": "fine-tune"}, "headers": {"Idempotency-Key": "k"}}
-        line, hangs, begun = b'{"prompt": "a", "completion": "b"}\n', asyncio.Event(), asyncio.Event()
-        put = a.state.store.files._put
+        hangs, begun = asyncio.Event(), asyncio.Semaphore(0)
 
-        async def late(file: Any) -> None:
-            begun.set()
-            await hangs.wait()
-            await put(file)
+        def late(put: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+            async def wrapped(what: Any) -> Any:
+                begun.release()
+                await hangs.wait()
+                return await put(what)
 
-        monkeypatch.setattr(a.state.store.files, "_put", late)
-        first = asyncio.create_task(a.http.post("/v1/files", files={"file": ("t.jsonl", line)}, **body))
-        other = asyncio.create_task(
-            a.http.post(
-                "/v1/files", files={"file": ("u.jsonl", line)}, **body | {"headers": {"Idempotency-Key": "o"}}
-            )
-        )
-        await begun.wait()
-        again = await b.http.post("/v1/files", files={"file": ("t.jsonl", line)}, **body)
-        more = {"file": ("u.jsonl", line * 2)}
-        keyed = body | {"headers": {"Idempotency-Key": "o"}}
-        assert (await b.http.post("/v1/files", files=more, **keyed)).status_code == 200
+            return wrapped
+
+        files, adapters = a.state.store.files, a.state.store.adapters._artifacts
+        monkeypatch.setattr(files, "_put", late(files._put))
+        monkeypatch.setattr(adapters, "put", late(adapters.put))
+
+        async def send(it: World, key: str, size: int = 1) -> httpx2.Response:
+            keyed = {"Idempotency-Key": key}
+            if key == "adapter":
+                made = {name: (tmp_path / "one" / name).read_bytes() for name in parts}
+                files = {part: (name, made[name]) for name, part in parts.items()}
+                return await it.http.post("/v1/adapters", data={"name": "poet"}, files=files, headers=keyed)
+            file = {"file": (f"{key}.jsonl", b'{"prompt": "a", "completion": "b"}\n' * size)}
+            return await it.http.post("/v1/files", data={"purpose": "fine-tune"}, files=file, headers=keyed)
+
+        parts = {"adapter_config.json": "config", "adapter_model.safetensors": "weights"}
+        make_adapter(tmp_path / "one")
+        asked = {key: asyncio.create_task(send(a, key)) for key in ("same", "other", "adapter")}
+        for _ in asked:
+            await begun.acquire()
+        told = {key: await send(b, key, 1 + (key == "other")) for key in asked}
         hangs.set()
-        late_reply, reused = await first, await other
-        assert again.status_code == 200 == late_reply.status_code, late_reply.text
-        assert late_reply.json() == again.json() and late_reply.headers["idempotent-replayed"] == "true"
-        assert reused.status_code == 422, reused.text
+        replies = {key: await task for key, task in asked.items()}
+        assert {key: reply.status_code for key, reply in told.items()} == dict.fromkeys(asked, 200)
+        for key in ("same", "adapter"):
+            assert replies[key].status_code == 200, replies[key].text
+            assert replies[key].json() == told[key].json()
+            assert replies[key].headers["idempotent-replayed"] == "true"
+        assert replies["other"].status_code == 422, replies["other"].text
         names = [one.filename for one in (await a.client().files.list()).data]
-        assert sorted(names) == ["t.jsonl", "u.jsonl"]
+        assert sorted(names) == ["other.jsonl", "same.jsonl"]
 
     tell(story, tmp_path, str(tmp_path / "common"))
 

@@ -81,7 +81,8 @@ class Idempotency:
             if known is None:
                 creating = Creating(id, tenant, digest.hexdigest)
                 reply = await self._create(creating, digest, scope, receive)
-                known = await self._creations.find(id) if creating.is_late else None
+                # One that was refused may have come late: another server has created it meanwhile.
+                known = None if _is_success(reply) else await self._creations.find(id)
                 if known is None:
                     return reply
         finally:
@@ -124,13 +125,12 @@ class Idempotency:
         finally:
             CREATING.reset(token)
             creating.is_over = True
-        status = reply[0]["status"] if reply else 500
-        if 200 <= status < 300:
+        if _is_success(reply):
             body = b"".join(message.get("body", b"") for message in reply)
             kind = Headers(raw=reply[0]["headers"]).get("content-type", "")
             kept = body.decode() if len(body) <= MOST_REPLY else None
             with suppress(CoserveError):  # as of a full disk: what was created is known in any case
-                await self._creations.finish(creating, status, kind, kept)
+                await self._creations.finish(creating, reply[0]["status"], kind, kept)
         return reply
 
 
@@ -190,6 +190,10 @@ class RequestDigest:
             raise FormParserError("too many parts")
         self._hash.update(self._part.digest())
         self._part = hashlib.sha256()
+
+
+def _is_success(reply: list[Message]) -> bool:
+    return bool(reply) and 200 <= reply[0]["status"] < 300
 
 
 def _key_of(scope: Scope) -> str | None:

@@ -26,7 +26,6 @@ class Creating:
     tenant: str
     digest: Callable[[], str]
     is_over: bool = False  # of which tasks that it has begun may not know
-    is_late: bool = False  # another server has created something with the key meanwhile
     row: Creation | None = None
 
 
@@ -84,7 +83,6 @@ class CreationStore:
         same = Creation.id == creating.id
         first = session.scalar(select(Creation.location).where(same, Creation.created > self._oldest))
         if first not in (None, location):
-            creating.is_late = True
             raise ConflictError("Another server has answered a request with this Idempotency-Key.")
         session.execute(delete(Creation).where(same))  # one that is too old
         own = Creation.tenant == creating.tenant
