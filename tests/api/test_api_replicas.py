@@ -20,6 +20,7 @@ from coserve.serve.artifacts import objects
 from coserve.wire.messages import AddAdapter, JobSpec
 from object_store import URL, ObjectStoreServer, object_store
 from serving import SECONDS, World, world
+from tinkering import Caller, passed
 from training import Trainer, create, started
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -325,6 +326,38 @@ def test_a_key_that_comes_to_two_servers_creates_once(
         assert replies["other"].status_code == 422, replies["other"].text
         names = [one.filename for one in (await a.client().files.list()).data]
         assert sorted(names) == ["other.jsonl", "same.jsonl"]
+
+    tell(story, tmp_path, str(tmp_path / "common"))
+
+
+def test_a_run_of_tinker_clients_tells_other_servers_where_it_is(tmp_path: Path) -> None:
+    async def story(a: World, b: World) -> None:
+        here, there = Caller(a), Caller(b)
+        run = await here.run()
+        step, proto = {"model_id": run, "seq_id": 1}, {"content-type": "application/x-protobuf"}
+        tried = [
+            await there.post("get_info", {"model_id": run}),
+            await there.post("optim_step", {**step, "adam_params": {}}),
+            await there.post(
+                "forward_backward", passed(run, 1), **{"content-type": "application/x-protobuf"}
+            ),
+            await there.post("save_weights", {**step, "path": "x"}),
+            await there.post("unload_model", {"model_id": run}),
+            await there.post("retrieve_future", {"request_id": f"{run}:0"}),
+        ]
+        for reply in tried:
+            assert reply.status_code == 409, reply.text
+            assert "is open on another server" in reply.text
+        foreign = await there.post("get_info", {"model_id": "other:train:0"})
+        assert foreign.status_code == 404
+        assert (await here.post("get_info", {"model_id": run})).status_code == 200
+        await here.result(await here.post("unload_model", {"model_id": run}))
+        leases = a.state.store.leases
+        await leases.renew()
+        for follow in leases.on_renewed:
+            await follow(frozenset())
+        gone = await there.post("get_info", {"model_id": run})
+        assert gone.status_code == 404 and "make a new one from a saved state" in gone.text
 
     tell(story, tmp_path, str(tmp_path / "common"))
 
