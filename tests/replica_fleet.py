@@ -337,7 +337,7 @@ class History:
         if reply.status_code == 200:
             asked.ids.append(str(reply.json()["id"]))
             self.notes.count(f"{asked.kind}s")
-        elif not (key and reply.status_code == 409):
+        elif not (key and "adapter_already_loaded" in reply.text):  # a rival was first
             self.notes.refuse(f"{asked.kind} {asked.mark}: {reply.status_code} {reply.text[:200]}")
         return reply.status_code == 200
 
@@ -365,8 +365,7 @@ class History:
     def _is_away(self, reply: httpx.Response) -> bool:
         if reply.status_code >= 500 and reply.status_code not in _AWAY:
             self.notes.refuse(f"{reply.request.url.path}: {reply.status_code} {reply.text[:200]}")
-        name_taken = reply.status_code == 409 and "idempotency" not in reply.text
-        return reply.status_code in _AWAY and not name_taken
+        return reply.status_code in _AWAY
 
     def _model_of(self, http: httpx.Client, draw: random.Random, jobs: Sequence[Asked]) -> str:
         """The model of a job that has ended, if it has."""

@@ -338,9 +338,7 @@ def test_a_run_of_tinker_clients_tells_other_servers_where_it_is(tmp_path: Path)
         tried = [
             await there.post("get_info", {"model_id": run}),
             await there.post("optim_step", {**step, "adam_params": {}}),
-            await there.post(
-                "forward_backward", passed(run, 1), **{"content-type": "application/x-protobuf"}
-            ),
+            await there.post("forward_backward", passed(run, 1), **proto),
             await there.post("save_weights", {**step, "path": "x"}),
             await there.post("unload_model", {"model_id": run}),
             await there.post("retrieve_future", {"request_id": f"{run}:0"}),
