@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 from coserve import tiny
 from coserve.cli.app import app
+from coserve_benchmarks.replicas.postgres import PostgresServer
 from coserve_benchmarks.replicas.reloads import make_adapters
 from coserve_benchmarks.served import Served, Victim
 from forking import forked
 from object_store import URL, ObjectStoreServer
-from postgres import PostgresServer
 from replica_history import Asked, Notes, Shown, contradictions
 
 JOBS: Final = "/v1/fine_tuning/jobs"

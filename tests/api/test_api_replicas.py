@@ -316,6 +316,7 @@ def test_a_key_that_comes_to_two_servers_creates_once(
         for _ in asked:
             await begun.acquire()
         told = {key: await send(b, key, 1 + (key == "other")) for key in asked}
+        assert (await b.http.delete("/v1/models/poet")).status_code == 200
         hangs.set()
         replies = {key: await task for key, task in asked.items()}
         assert {key: reply.status_code for key, reply in told.items()} == dict.fromkeys(asked, 200)
@@ -326,6 +327,7 @@ def test_a_key_that_comes_to_two_servers_creates_once(
         assert replies["other"].status_code == 422, replies["other"].text
         names = [one.filename for one in (await a.client().files.list()).data]
         assert sorted(names) == ["other.jsonl", "same.jsonl"]
+        assert (await ask(a, "poet")).status_code == 404, "what was deleted comes back"
 
     tell(story, tmp_path, str(tmp_path / "common"))
 

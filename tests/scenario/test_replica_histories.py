@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from coserve_benchmarks.replicas.postgres import PostgresServer
 from object_store import object_store
-from postgres import PostgresServer
 from replica_fleet import Fleet, History, fleet
 from replica_history import Notes, Shown, contradictions
 

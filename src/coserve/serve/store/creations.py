@@ -81,8 +81,7 @@ class CreationStore:
 
     def _noted(self, session: Session, creating: Creating, location: str) -> Creation:
         same = Creation.id == creating.id
-        first = session.scalar(select(Creation.location).where(same, Creation.created > self._oldest))
-        if first not in (None, location):
+        if session.scalar(select(Creation.id).where(same, Creation.created > self._oldest)) is not None:
             raise ConflictError("Another server has answered a request with this Idempotency-Key.")
         session.execute(delete(Creation).where(same))  # one that is too old
         own = Creation.tenant == creating.tenant
