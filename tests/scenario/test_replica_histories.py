@@ -3,19 +3,24 @@
 `HISTORIES` is the number of histories of the slow test, `HISTORIES_SEED` the first one's seed.
 """
 
+import json
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from coserve_benchmarks.replicas.postgres import PostgresServer
 from object_store import object_store
-from replica_fleet import Fleet, History, fleet
+from replica_fleet import JOBS, Fleet, History, fleet
 from replica_history import Notes, Shown, contradictions
+from whole_server import until
 
 COUNT = int(os.environ.get("HISTORIES", "100"))
 SEED = int(os.environ.get("HISTORIES_SEED", "0"))
+AWAY = 60.0  # seconds
 LEAST = {"files": 3, "jobs": 1, "adapters": 3, "answers": 1}  # of one history
 
 
@@ -53,6 +58,41 @@ def test_drawn_histories(servers: Fleet) -> None:
         print(seed, history.faults, dict(history.notes.counts), found, flush=True)
     assert not wrong, "\n".join(wrong)
     assert all(total[what] >= COUNT * least for what, least in LEAST.items()), total
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+def test_a_job_trains_on_while_the_database_is_away_for_a_minute(servers: Fleet) -> None:
+    lines = [{"prompt": f"{n} and", "completion": f" {n + 1}"} for n in range(64)]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    owner, other = servers.servers
+    headers = {"Authorization": f"Bearer {servers.secret}"}
+    with httpx.Client(timeout=60.0, trust_env=False, headers=headers) as http:
+        put = {"files": {"file": ("minute.jsonl", data)}, "data": {"purpose": "fine-tune"}}
+        file = http.post(f"{owner.url}/v1/files", **put).json()["id"]
+        body = {"model": owner.name, "training_file": file, "hyperparameters": {"n_epochs": 60}}
+        job = f"{JOBS}/{http.post(f'{owner.url}{JOBS}', json=body).json()['id']}"
+
+        def told() -> list[int]:
+            reply = http.get(f"{other.url}{job}/events", params={"limit": 1000})
+            reply.raise_for_status()
+            return sorted(one["data"]["step"] for one in reply.json()["data"] if one["type"] == "metrics")
+
+        until(lambda: len(told()) >= 5, "steps")
+        servers.postgres.stop()
+        end = time.monotonic() + AWAY
+        while time.monotonic() < end:
+            for server in servers.servers:
+                for reply in (http.get(f"{server.url}{job}"), http.post(f"{server.url}/v1/files", **put)):
+                    assert reply.status_code == 503 and reply.json()["error"]["message"], reply.text
+            time.sleep(2.0)
+        servers.postgres.start()
+        for server in servers.servers:
+            server.wait_ready()
+        until(lambda: http.get(f"{other.url}{job}").json()["status"] == "succeeded", "succeeded")
+        assert told() == list(range(1, max(told()) + 1)) and max(told()) >= 60
+        page = http.get(f"{other.url}/v1/files", params={"limit": 100}).json()["data"]
+        assert [one["filename"] for one in page].count("minute.jsonl") == 1, "what was refused is not there"
 
 
 def test_the_checker_sees_what_must_not_be() -> None:
