@@ -1,4 +1,4 @@
-"""What PostgreSQL's transactions promise servers that share a database."""
+"""Tests of PostgreSQL's transactions, as servers that share a database need them."""
 
 import asyncio
 import threading
