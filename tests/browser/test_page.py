@@ -232,8 +232,7 @@ def test_hostile_texts_are_shown_as_text(see: Any, server: Server, text: str) ->
         page.wait_for_timeout(300)
         assert page.title() != "taken"
         assert page.locator("main img, main script, .rail img").count() == 0
-        wide = '[...document.querySelectorAll("main *")].filter(e => e.getBoundingClientRect().right > innerWidth + 1).slice(0, 6).map(e => e.outerHTML.slice(0, 160))'
-        assert not seen.overflows(), (view, page.evaluate(wide))
+        assert not seen.overflows(), view
 
 
 def test_the_page_asks_nobody_else(see: Any, server: Server) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from whole_server import PATIENCE, children_of
 
 SERVE = "coserve serve --state /var/lib/coserve"
 EXAMPLES = 64  # of a job that is under way all the while: 800 steps
-TRIES = 5  # of a backup, which begins anew where a file has gone meanwhile
 
 
 def commands(name: str) -> list[str]:
@@ -73,12 +71,13 @@ def test_what_was_acknowledged_survives_a_kill_and_comes_back_from_a_backup(desk
         openai.OpenAI(base_url=f"{desk.url}/v1", api_key="none").models.list()
     with openai.OpenAI(base_url=f"{desk.url}/v1", api_key=key) as client:
         job = start_job(client)
-        said = {command: desk.run(command) for command in commands("operating-6")}
+        said = {command: desk.run(command) for command in commands("operating-8")}
         assert "\ncoserve_engine_up" in "".join(said.values())
         (jobs,) = (printed for command, printed in said.items() if command.endswith("coserve jobs"))
         assert job not in jobs, "the monitoring key is of another tenant"
         wait_until(lambda: reached(client, job) >= 8, PATIENCE)
-        back_up(desk)
+        for command in commands("operating-9"):
+            desk.run(command)
         backed_up = reached(client, job)
 
         before = client.fine_tuning.jobs.checkpoints.list(job).data[-1]
@@ -91,7 +90,7 @@ def test_what_was_acknowledged_survives_a_kill_and_comes_back_from_a_backup(desk
         assert len([one for one in events if one.startswith("Created fine-tuning job")]) == 1
         desk.end()
 
-        for command in commands("operating-8"):
+        for command in commands("operating-10"):
             desk.run(command)
         desk.run("coserve serve --state /var/lib/coserve-restored")
         assert reached(client, job) >= 8, "what the backup has"
@@ -101,19 +100,6 @@ def test_what_was_acknowledged_survives_a_kill_and_comes_back_from_a_backup(desk
         wait_until(lambda: reached(client, job) > backed_up, PATIENCE)
         client.fine_tuning.jobs.cancel(job)
         wait_until(lambda: client.fine_tuning.jobs.retrieve(job).status == "cancelled", PATIENCE)
-
-
-def back_up(desk: Desk) -> None:
-    """As the page says: all of it again where a file was deleted while it was copied."""
-    for left in reversed(range(TRIES)):
-        try:
-            for command in commands("operating-7"):
-                desk.run(command)
-            return
-        except AssertionError:
-            if not left:
-                raise
-            shutil.rmtree(desk.folder / "var" / "lib" / "coserve-backup")
 
 
 def answers_with(client: openai.OpenAI, model: str) -> None:

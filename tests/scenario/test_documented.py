@@ -49,7 +49,7 @@ SLOW: Final = {
 }  # fmt: skip
 # Blocks that another test runs as they are written.
 ELSEWHERE: Final = dict.fromkeys(
-    ("operating-6", "operating-7", "operating-8"), "tests/newcomers/test_operator.py"
+    ("operating-8", "operating-9", "operating-10"), "tests/newcomers/test_operator.py"
 )
 CHECKED: Final = ("ini", "dockerfile", "nginx")  # tags of files, which tests below look at
 CLIENT: Final = re.compile(  # what asks a server
