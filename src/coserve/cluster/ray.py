@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,14 +62,15 @@ def connect_ray(address: str = "") -> Any:
     os.environ.update(environment())
     try:
         import ray
-        from ray._raylet import AuthenticationTokenLoader, Config
+
+        raylet: Any = import_module("ray._raylet")
     except ImportError as error:
         raise ConfigError("workers on Ray need coserve[ray]") from error
     if ray.is_initialized():
         return ray
     # Ray reads the environment as it is imported, which this process may have done long before.
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
     address = address or os.environ.get("RAY_ADDRESS", "")
     if not address:
         if (node := node_here()) is None:
