@@ -19,12 +19,13 @@ from coserve_benchmarks.clustered.pacing import PacedLink
 
 
 class LocalWorker:
-    """A process that has blocks, with one thread; others reach it over a link of `rate` bytes a second."""
+    """A process that has blocks, with all threads of the machine: of the benches' workers one computes at a
+    time. Others reach it over a link of `rate` bytes a second."""
 
     def __init__(self, rate: float) -> None:
         command = [sys.executable, "-c", "from coserve.cli.app import main; main()", "cluster", "worker"]
         self.process = subprocess.Popen(
-            [*command, "--listen", "tcp:127.0.0.1:0", "--threads", "1"], stdout=subprocess.PIPE, text=True
+            [*command, "--listen", "tcp:127.0.0.1:0"], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         told = self.process.stdout.readline().strip()
