@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow browser pictures ray postgres check bench docs wheel gpu tiny install dev clean
+.PHONY: demo test slow browser pictures ray postgres clients check bench docs wheel gpu tiny install dev clean
 
 demo: install
 	@mkdir -p build
@@ -33,6 +33,15 @@ pictures: dev $(VENV)/.browser
 ray: dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray
+
+# Other people's programs against a server, in an environment of their own of 1.2 GB.
+clients: dev build/clients/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/clients
+
+build/clients/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/pip install --quiet -c tests/clients/constraints.txt -r tests/clients/requirements.txt
+	@touch $@
 
 # On PostgreSQL, which has to be installed.
 postgres: dev

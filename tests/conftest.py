@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from postgres import PostgresServer, postgres_server, programs
+from coserve_benchmarks.replicas.postgres import PostgresServer, postgres_server, programs
 
 # Tests are imported without collections of garbage, which look at ever more that stays and take a fifth of
 # the time; what has been imported is left out of later ones (`pytest_collection_finish`).

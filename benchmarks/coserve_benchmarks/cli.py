@@ -69,7 +69,8 @@ def engine(
 
 @app.command()
 def replicas(json_file: Figures = None, quick: Quick = False, only: Only = None) -> None:
-    """Measures two servers behind a router: adapters that are loaded again, a server that dies, scaling."""
+    """Measures two servers behind a router: adapters that are loaded again, a server that dies, a job that is
+    handed over, scaling, and the store on either database."""
     check_writable("--json", json_file)
     from coserve_benchmarks.replicas.run import run_replicas
     from coserve_benchmarks.report import print_report

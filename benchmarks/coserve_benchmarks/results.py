@@ -79,7 +79,9 @@ REPLICA_BARS: Mapping[str, Bar | None] = {
     "router.reloads": Bar(0.2, at_most=True),
     "failover.lost": Bar(0, at_most=True),
     "failover.longest_gap_s": Bar(10.0, at_most=True),
+    "failover.job_handed_over": Bar(15.0, at_most=True),
     "scaling.two_over_one": Bar(1.9),
+    "store.postgres_over_sqlite": None,
 }
 
 

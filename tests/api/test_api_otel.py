@@ -4,16 +4,18 @@ import asyncio
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
+from typing import Any
 
 import httpx2
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from coserve.core.job_status import JobStatus
 from coserve.errors import ConfigError
 from coserve.serve import otel
 from coserve.serve.app import create_app
-from coserve.serve.otel import OtelSpans
+from coserve.serve.otel import OtelSpans, RequestSpans
 from coserve.wire.messages import JobEnded, JobStarted, Numbered
 from serving import Play, World
 from training import create
@@ -96,3 +98,19 @@ def test_spans_go_where_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(otel, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"coserve\[otel\] installs"):
         OtelSpans()
+
+
+def test_a_fault_is_told_without_its_words() -> None:
+    """The exception of a library may hold a prompt."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError("the prompt is zqsecretzq")
+
+    exporter = InMemorySpanExporter()
+    spans = RequestSpans(app, telemetry := OtelSpans(exporter))
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    with pytest.raises(ValueError, match="zqsecretzq"):
+        asyncio.run(spans(scope, None, None))  # type: ignore[arg-type]
+    telemetry.close()
+    (span,) = exporter.get_finished_spans()
+    assert span.status.status_code is StatusCode.ERROR and "zqsecretzq" not in span.to_json()

@@ -20,6 +20,7 @@ from coserve.serve.artifacts import objects
 from coserve.wire.messages import AddAdapter, JobSpec
 from object_store import URL, ObjectStoreServer, object_store
 from serving import SECONDS, World, world
+from tinkering import Caller, passed
 from training import Trainer, create, started
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -276,6 +277,87 @@ def test_a_picker_loads_no_adapter_twice_without_need_and_spreads_a_hot_one(
         endpoints = await read()
         hot = [endpoint_picker.pick("poet-0", endpoints) for _ in range(12)]
         assert 4 <= hot.count("a") <= 8
+
+    tell(story, tmp_path, str(tmp_path / "common"))
+
+
+def test_a_key_that_comes_to_two_servers_creates_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client asks one server, gives up as that hangs, and asks the other one; then the first goes on."""
+
+    async def story(a: World, b: World) -> None:
+        hangs, begun = asyncio.Event(), asyncio.Semaphore(0)
+
+        def late(put: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+            async def wrapped(what: Any) -> Any:
+                begun.release()
+                await hangs.wait()
+                return await put(what)
+
+            return wrapped
+
+        files, adapters = a.state.store.files, a.state.store.adapters._artifacts
+        monkeypatch.setattr(files, "_put", late(files._put))
+        monkeypatch.setattr(adapters, "put", late(adapters.put))
+
+        async def send(it: World, key: str, size: int = 1) -> httpx2.Response:
+            keyed = {"Idempotency-Key": key}
+            if key == "adapter":
+                made = {name: (tmp_path / "one" / name).read_bytes() for name in parts}
+                files = {part: (name, made[name]) for name, part in parts.items()}
+                return await it.http.post("/v1/adapters", data={"name": "poet"}, files=files, headers=keyed)
+            file = {"file": (f"{key}.jsonl", b'{"prompt": "a", "completion": "b"}\n' * size)}
+            return await it.http.post("/v1/files", data={"purpose": "fine-tune"}, files=file, headers=keyed)
+
+        parts = {"adapter_config.json": "config", "adapter_model.safetensors": "weights"}
+        make_adapter(tmp_path / "one")
+        asked = {key: asyncio.create_task(send(a, key)) for key in ("same", "other", "adapter")}
+        for _ in asked:
+            await begun.acquire()
+        told = {key: await send(b, key, 1 + (key == "other")) for key in asked}
+        assert (await b.http.delete("/v1/models/poet")).status_code == 200
+        hangs.set()
+        replies = {key: await task for key, task in asked.items()}
+        assert {key: reply.status_code for key, reply in told.items()} == dict.fromkeys(asked, 200)
+        for key in ("same", "adapter"):
+            assert replies[key].status_code == 200, replies[key].text
+            assert replies[key].json() == told[key].json()
+            assert replies[key].headers["idempotent-replayed"] == "true"
+        assert replies["other"].status_code == 422, replies["other"].text
+        names = [one.filename for one in (await a.client().files.list()).data]
+        assert sorted(names) == ["other.jsonl", "same.jsonl"]
+        assert (await ask(a, "poet")).status_code == 404, "what was deleted comes back"
+
+    tell(story, tmp_path, str(tmp_path / "common"))
+
+
+def test_a_run_of_tinker_clients_tells_other_servers_where_it_is(tmp_path: Path) -> None:
+    async def story(a: World, b: World) -> None:
+        here, there = Caller(a), Caller(b)
+        run = await here.run()
+        step, proto = {"model_id": run, "seq_id": 1}, {"content-type": "application/x-protobuf"}
+        tried = [
+            await there.post("get_info", {"model_id": run}),
+            await there.post("optim_step", {**step, "adam_params": {}}),
+            await there.post("forward_backward", passed(run, 1), **proto),
+            await there.post("save_weights", {**step, "path": "x"}),
+            await there.post("unload_model", {"model_id": run}),
+            await there.post("retrieve_future", {"request_id": f"{run}:0"}),
+        ]
+        for reply in tried:
+            assert reply.status_code == 409, reply.text
+            assert "is open on another server" in reply.text
+        foreign = await there.post("get_info", {"model_id": "other:train:0"})
+        assert foreign.status_code == 404
+        assert (await here.post("get_info", {"model_id": run})).status_code == 200
+        await here.result(await here.post("unload_model", {"model_id": run}))
+        leases = a.state.store.leases
+        await leases.renew()
+        for follow in leases.on_renewed:
+            await follow(frozenset())
+        gone = await there.post("get_info", {"model_id": run})
+        assert gone.status_code == 404 and "make a new one from a saved state" in gone.text
 
     tell(story, tmp_path, str(tmp_path / "common"))
 

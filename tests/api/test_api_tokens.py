@@ -23,6 +23,9 @@ def test_tokens_are_those_of_requests(play: Play) -> None:
         assert tuple(chat["tokens"]) == world.submits()[0].prompt and "token_strs" not in chat
         long = "a b c " * 2_000
         assert (await post("/tokenize", json={"prompt": long})).json()["count"] == len(text.encode(long))
+        info = (await world.http.get("/tokenizer_info")).json()
+        assert info["eos_token"] == text.tokenizer.eos_token and info["tokenizer_class"]
+        assert info["chat_template"] == text.tokenizer.chat_template
         assert (await world.http.get("/version")).json()["version"]
         assert (await world.http.get("/ping")).status_code == (await post("/ping")).status_code == 200
 
@@ -55,6 +58,7 @@ def test_what_has_no_tokens_is_refused(
 def test_tokens_need_a_key_where_there_are_keys(play: Play) -> None:
     async def story(world: World) -> None:
         _, key = await world.state.store.tenants.create_key("ann")
+        assert (await world.http.get("/tokenizer_info")).status_code == 401
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
             assert (await world.http.post(path, json=body)).status_code == 401
             headers = {"authorization": f"Bearer {key}"}

@@ -19,6 +19,7 @@ from coserve.serve.settings import ServerSettings
 from coserve.serve.webhooks import sender
 from coserve.serve.webhooks.alerts import Alerts
 from coserve.serve.webhooks.sender import WebhookEvent, WebhookSender, read_secret
+from coserve.train.grading.http import is_public
 from coserve.wire.messages import JobEnded, Numbered
 from serving import Play, World
 from training import create
@@ -155,3 +156,31 @@ def test_the_operator_is_told_of_jobs_engines_disk_and_queue(
     assert told == ["coserve.disk.low", "coserve.queue.long"]
     alerts.look(2**20, 80, 100)
     assert told[2:] == ["coserve.disk.low", "coserve.queue.long"]
+
+
+def test_addresses_that_cannot_be_are_refused_or_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the address in an error or a log, and without an end of the thread."""
+    for bad in ("http://", "http:///x?token=hidden", "http://h:99999/hidden", "http://me:hidden@h/"):
+        with pytest.raises(ConfigError, match="number 1") as refused:
+            ServerSettings("m", Path("s"), webhook_urls=(bad,), webhook_secret_file=Path("f"))
+        assert "hidden" not in str(refused.value)
+    monkeypatch.setattr(sender, "PAUSES", ())
+    made = WebhookSender(f"http://{'hidden' * 20}.example/x", SECRET)
+    for number in (1, 2):
+        made.put(WebhookEvent("x", {}))
+        wait_until(lambda number=number: caplog.text.count("was not delivered") == number, 30)
+    made.close()
+    assert "hidden" not in caplog.text
+
+
+def test_only_addresses_of_the_internet_are_public() -> None:
+    private = (
+        "0.0.0.0", "127.1.2.3", "10.0.0.1", "169.254.169.254", "100.64.0.1", "224.0.0.1", "::", "::1",
+        "::127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "64:ff9b:1::1", "fe80::1%eth0", "fec0::1",
+        "fd00:ec2::254", "ff02::1", "2002:a00:1::", "2001:db8::1", "4000::1", "5f00::1",
+    )  # fmt: skip
+    assert not [one for one in private if is_public(one)]
+    public = ("93.184.216.34", "2606:2800:220:1::1", "64:ff9b::808:808", "::ffff:8.8.8.8")
+    assert all(map(is_public, public))

@@ -169,7 +169,7 @@ class Generator:
     def _query(self, name: str, schema: Schema, is_extreme: bool) -> Any:
         if self.known.get(name) and not is_extreme:
             return self._draw.choice(self.known[name])
-        return self._value(schema, {}, "", "" if is_extreme else None, 1000)
+        return self._value(schema, schema.get("$defs", {}), "", "" if is_extreme else None, 1000)
 
     def _value(
         self, schema: Schema, defs: Mapping[str, Any], at: str, place: str | None, nbytes: int, depth: int = 0

@@ -1,15 +1,22 @@
 """No log has a prompt, an answer or a key: requests are drawn, and the logs searched."""
 
+import asyncio
 import io
 import json
 import logging
 import random
 import string
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
 
+from coserve.serve.store import postgres
+from coserve.serve.store.store import Store
 from coserve.wire.logs import CONTEXT, JsonFormatter, TextFormatter, WorkContext
 from serving import Play, World
 
@@ -89,17 +96,30 @@ def test_requests_leave_no_secret_in_a_log(
     play(story, access_log=True)
 
 
-def test_a_traceback_is_a_field_of_one_line(logs: tuple[io.StringIO, io.StringIO]) -> None:
+def test_a_traceback_is_a_field_of_one_line() -> None:
+    """Of a record that no other handler sees: pytest-xdist cannot send what it captures of this one."""
     token = CONTEXT.set(WorkContext("req_1", tenant="ann", job="job_1"))
     try:
         raise ValueError("two\nlines \udcff")
     except ValueError:
-        logging.getLogger("coserve.x").exception("it\nfailed")
+        given = ("coserve.x", logging.ERROR, __file__, 1, "it\nfailed", (), sys.exc_info())
+        line = JsonFormatter("api").format(logging.LogRecord(*given))
     finally:
         CONTEXT.reset(token)
-    (line,) = logs[0].getvalue().splitlines()
+    assert "\n" not in line and line.encode()
     found = json.loads(line)
     assert found["message"] == "it\nfailed" and found["level"] == "error" and found["process"] == "api"
     assert found["traceback"].startswith("Traceback") and "ValueError: two" in found["traceback"]
     assert (found["request_id"], found["tenant"], found["job"]) == ("req_1", "ann", "job_1")
     assert found["time"].endswith("Z") and "T" in found["time"]
+
+
+def test_an_error_of_the_database_has_no_values(tmp_path: Path) -> None:
+    """Exceptions of SQLAlchemy are in tracebacks: by default with all values that were to be stored."""
+    insert = text("INSERT INTO files (id, filename) VALUES ('file-1', :name)")
+    with Store(tmp_path) as store, pytest.raises(IntegrityError) as raised:
+        asyncio.run(store._database.write(lambda session: session.execute(insert, {"name": "zqsecretzq"})))
+    assert "INSERT" in str(raised.value) and "zqsecretzq" not in str(raised.value)
+    pytest.importorskip("psycopg")
+    engine = postgres._engine(postgres.parse("postgresql://me:zqsecretzq@h/d"), 1, "SERIALIZABLE")
+    assert engine.hide_parameters and "zqsecretzq" not in repr(engine)

@@ -6,11 +6,12 @@ import random
 from typing import Any
 
 import httpx2
+import pytest
 
 from coserve.serve.app import create_app
 from coserve.serve.http.proxies import TrustedProxies, networks_of
 from coserve.serve.settings import ServerSettings
-from serving import Play, World
+from serving import Play, World, listening
 
 TRUSTED = ("10.0.0.0/8", "fd00::/8", "192.0.2.7")
 
@@ -89,3 +90,37 @@ def test_settings_of_proxies_are_checked() -> None:
             assert "trusted_proxies" in str(error)
         else:
             raise AssertionError(bad)
+
+
+def test_nobody_is_a_proxy_that_the_settings_do_not_name(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a socket: uvicorn by default believes this machine, and whom its environment names."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+
+    async def story(world: World) -> None:
+        await world.state.store.tenants.create_key("ann")
+        seen: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            seen.append((scope["client"][0], scope["scheme"]))
+            await world.app(scope, receive, send)
+
+        async with listening(app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
+            told = []
+            for number in range(4):
+                claims = {"x-forwarded-for": f"203.0.113.{number}", "x-forwarded-proto": "https"}
+                told.append((await http.get("/v1/models", headers=claims)).status_code)
+        assert set(seen) == {("127.0.0.1", "http")} and told == [401, 401, 429, 429]
+
+    play(story, max_bad_keys_minute=2)
+
+
+def test_a_proxy_s_clients_need_a_key(play: Play) -> None:
+    """To a server on loopback they look as this machine's own, whom it asks for none."""
+
+    async def story(world: World) -> None:
+        transport = httpx2.ASGITransport(app=create_app(world.state), client=("10.0.0.1", 1))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
+            answer = await http.get("/v1/models", headers={"x-forwarded-for": "203.0.113.1"})
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "missing_api_key"
+
+    play(story, trusted_proxies=TRUSTED)

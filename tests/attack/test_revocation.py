@@ -8,9 +8,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from coserve.serve import telemetry
 from coserve.serve.http import revocation
+from coserve.serve.http.auth import COOKIE
 from coserve.serve.store.store import Store
 from serving import Play, World, listening
+from training import create
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
@@ -77,3 +80,42 @@ def test_what_is_under_way_ends_with_its_key(play: Play, seed: int, monkeypatch:
             await world.until(lambda: not (world.engine.running or queue.inside or queue.waiting))
 
     play(story, engine={"step_seconds": 0.02, "max_running": 4})
+
+
+def test_what_is_watched_ends_with_what_let_it_in(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's figures and a job's, which go on for as long as these do: after a logout, after a login's
+    week, and after the key's revocation."""
+    monkeypatch.setattr(revocation, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.05)
+
+    async def story(world: World) -> None:
+        store = world.state.store
+        key, secret = await store.tenants.create_key("ann")
+        cookies = [await store.logins.begin(secret) or "" for _ in range(2)]
+        job = await create(world, key=secret)
+        given = [{"cookie": f"{COOKIE}={cookie}"} for cookie in cookies]
+        given.append({"authorization": f"Bearer {secret}"})
+        begun = asyncio.Semaphore(0)
+
+        async def watch(path: str, headers: dict[str, str]) -> str:
+            async with http.stream("GET", path, headers=headers) as watched:
+                lines = watched.aiter_lines()
+                await anext(lines)
+                begun.release()
+                return "".join([line async for line in lines])
+
+        async with listening(world.app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
+            paths = ("/web/api/live", f"/v1/fine_tuning/jobs/{job.id}/live")
+            tasks = [[asyncio.create_task(watch(path, one)) for path in paths] for one in given]
+            for _ in range(6):
+                await begun.acquire()
+            await store.logins.end(cookies[0])
+            assert all("logged_out" in told for told in await asyncio.gather(*tasks[0]))
+            assert not any(one.done() for one in (*tasks[1], *tasks[2]))
+            store.logins._clock = lambda: 2.0**32
+            assert all("logged_out" in told for told in await asyncio.gather(*tasks[1]))
+            assert not any(one.done() for one in tasks[2])
+            await store.tenants.revoke_key(key.id)
+            assert all("key_revoked" in told for told in await asyncio.gather(*tasks[2]))
+
+    play(story)

@@ -52,12 +52,13 @@ def test_the_keyboard_reaches_everything(see: Any, server: Server) -> None:
     page = see(server.url).open()
     page.wait_for_selector(".panel")
     reached = []
-    for _ in range(6):
+    for _ in range(9):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.innerText || document.activeElement.ariaLabel"))
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "none", reached
-    assert reached[:5] == ["To the content", "coserve", "Now", "Keys", "Health"]
+    views = ["Now", "Playground", "Jobs", "Adapters", "Keys", "Health"]
+    assert reached[:8] == ["To the content", "coserve", *views]
     assert page.evaluate("document.activeElement.ariaLabel") == "Theme"
     page.get_by_role("link", name="Health").press("Enter")
     page.wait_for_selector("text=Memory of the processes")
@@ -163,6 +164,34 @@ def test_login_by_key_and_two_tenants(see: Any, locked: Server) -> None:
     assert httpx2.get(f"{locked.url}/v1/models").status_code == 401
 
 
+def test_the_next_tenant_of_a_tab_sees_no_draft_of_the_last(see: Any, locked: Server) -> None:
+    keys = [keys_of(locked, lambda store, to=name: store.create_key(to))[1] for name in ("dora", "emil")]
+    page = see(locked.url).open("playground")
+
+    def log_in(key: str) -> None:
+        page.get_by_label("API key").fill(key)
+        page.get_by_role("button", name="Log in").click()
+        page.wait_for_selector("text=Log out")
+
+    log_in(keys[0])
+    page.get_by_label("Message").fill("what dora asks")
+    page.reload()
+    page.wait_for_selector("text=Log out")
+    assert page.get_by_label("Message").input_value() == "what dora asks"
+    page.get_by_role("button", name="Log out").click()
+    page.wait_for_selector("[name=key]")
+    page.wait_for_timeout(400)
+    assert "dora" not in page.evaluate("JSON.stringify(sessionStorage)")
+    log_in(keys[0])
+    page.get_by_label("Message").fill("what dora asks")
+    page.wait_for_timeout(400)
+    page.context.clear_cookies()  # a login that is over, and somebody else's after it
+    page.wait_for_selector("[name=key]")
+    log_in(keys[1])
+    assert page.get_by_label("Message").input_value() == ""
+    assert "dora" not in page.evaluate("JSON.stringify(sessionStorage)")
+
+
 @pytest.mark.parametrize("text", (HOSTILE, LONG), ids=("markup", "long"))
 def test_hostile_texts_are_shown_as_text(see: Any, server: Server, text: str) -> None:
     """Whatever the server tells: each text in its answers is replaced."""
@@ -203,7 +232,8 @@ def test_hostile_texts_are_shown_as_text(see: Any, server: Server, text: str) ->
         page.wait_for_timeout(300)
         assert page.title() != "taken"
         assert page.locator("main img, main script, .rail img").count() == 0
-        assert not seen.overflows(), view
+        wide = '[...document.querySelectorAll("main *")].filter(e => e.getBoundingClientRect().right > innerWidth + 1).slice(0, 6).map(e => e.outerHTML.slice(0, 160))'
+        assert not seen.overflows(), (view, page.evaluate(wide))
 
 
 def test_the_page_asks_nobody_else(see: Any, server: Server) -> None:

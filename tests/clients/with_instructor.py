@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 url, model = sys.argv[1:]
 
 
-class Mood(BaseModel):
-    """How a text sounds."""
+class Mood(BaseModel, extra="forbid"):
+    """A text has a mood, of a degree."""
 
     mood: Literal["good", "bad"]
     degree: int = Field(ge=0, le=9)

@@ -32,14 +32,14 @@ assert answer.content and answer.usage_metadata["output_tokens"] > 0, answer
 pieces = [piece.content for piece in chat.stream(messages)]
 assert "".join(pieces), "a stream has text"
 
-called = chat.bind_tools([weather], tool_choice="weather").invoke("What is the weather?")
+called = chat.bind_tools([weather], tool_choice="weather", strict=True).invoke("What is the weather?")
 (call,) = called.tool_calls
 assert call["name"] == "weather" and call["args"]["city"] in ("Rome", "Ulm"), called
 said = chat.invoke([HumanMessage("What is the weather?"), called, weather.invoke(call)])
 assert isinstance(said.content, str)
 
 for method in ("json_schema", "function_calling"):
-    city = chat.with_structured_output(City, method=method).invoke("A city, please.")
+    city = chat.with_structured_output(City, method=method, strict=True).invoke("A city, please.")
     assert isinstance(city, City), (method, city)
 
 responses = ChatOpenAI(**common, use_responses_api=True)

@@ -14,7 +14,12 @@ for provider in ("openai", "hosted_vllm"):
     assert answer.choices[0].message.content and answer.usage.completion_tokens > 0, answer
     pieces = list(litellm.completion(messages=asked, stream=True, **given))
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces)
-    days = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}
+    days = {
+        "type": "object",
+        "properties": {"days": {"enum": [1, 2]}},
+        "required": ["days"],
+        "additionalProperties": False,
+    }
     function = {"name": "weather", "parameters": days}
     called = litellm.completion(
         messages=asked,

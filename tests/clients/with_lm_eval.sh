@@ -28,7 +28,7 @@ metric_list: [{metric: exact_match}]
 END
 export HF_HUB_OFFLINE=1 HF_DATASETS_CACHE=$here/cache OPENAI_API_KEY=none
 lm_eval run --model local-completions --tasks own --include_path "$here" --model_args \
-    "model=$model,base_url=$url/v1/completions,tokenizer_backend=None,tokenized_requests=False,max_length=256" \
+    "model=$model,base_url=$url/v1/completions,tokenizer_backend=remote,tokenized_requests=True,max_length=256" \
     --output_path "$here/out" > "$here/log" 2>&1 || { cat "$here/log" >&2; exit 1; }
 lm_eval run --model local-chat-completions --apply_chat_template --tasks said --include_path "$here" --model_args \
     "model=$model,base_url=$url/v1/chat/completions,tokenizer_backend=None,max_length=256" \

@@ -35,7 +35,7 @@ async def main() -> None:
         result = await Runner.run(agent, "1 and 2?", max_turns=4)
         assert len(calls) > before, f"{kind.__name__} calls the tool"
         assert isinstance(result.final_output, str)
-        plain = Agent(name="says", model=kind(model, client), model_settings=ModelSettings(max_tokens=8))
+        plain = Agent(name="says", model=kind(model, client), model_settings=ModelSettings(max_tokens=2000))
         streamed = Runner.run_streamed(plain, "Hello")
         kinds = [event.type async for event in streamed.stream_events()]
         assert "raw_response_event" in kinds and streamed.final_output, kinds

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli.app import app
-from postgres import PostgresServer
+from coserve_benchmarks.replicas.postgres import PostgresServer
 from whole_server import Server, children_of, until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("forks")]

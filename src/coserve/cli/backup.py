@@ -1,13 +1,16 @@
 """`coserve backup`, `coserve restore` and `coserve upgrade`, on a server's state folder."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coserve.cli.keys import Model
 from coserve.cli.options import AsJson, State, config_of, given
 from coserve.errors import StateError
+
+if TYPE_CHECKING:
+    from coserve.serve.settings import ServerSettings
 
 
 def backup(
@@ -21,7 +24,8 @@ def backup(
 ) -> None:
     """Copies the state folder, while its server answers and trains or without one.
 
-    Everything that was acknowledged before the command is in the copy. The base's weights are not.
+    Everything that was acknowledged before the command is in the copy. The base's weights are not, and of
+    shared artifacts (--artifacts of the server) those alone that the folder has.
     """
     from dataclasses import asdict
 
@@ -29,7 +33,8 @@ def backup(
     from coserve.core.size import show_size
     from coserve.serve.store.backup import back_up
 
-    made = back_up(_state(context, state, model), target)
+    settings = _settings(context, state, model)
+    made = back_up(settings.state, target, bool(settings.artifacts))
     if as_json:
         return print_json(asdict(made))
     print(f"{made.path}: {made.files} files, {show_size(made.bytes)}, database of shape {made.revision}")
@@ -49,7 +54,7 @@ def restore(
     from coserve.core.size import show_size
     from coserve.serve.store.backup import restore as bring_back
 
-    made = bring_back(source, _state(context, state, model))
+    made = bring_back(source, _settings(context, state, model).state)
     if as_json:
         return print_json(asdict(made))
     print(f"{made.path}: {made.files} files, {show_size(made.bytes)}; `coserve serve --state {made.path}`")
@@ -71,7 +76,7 @@ def upgrade(
     """
     from coserve.cli.output import print_json
 
-    folder = _state(context, state, model)
+    folder = _settings(context, state, model).state
     found = _plan(folder)
     if as_json:
         print_json(found)
@@ -147,9 +152,9 @@ def _print_plan(found: dict[str, Any]) -> None:
         print(f"problem: {problem}")
 
 
-def _state(context: typer.Context, state: Path | None, model: str | None) -> Path:
-    """The state folder that `coserve serve` would use with the same flags. Raises StateError where the
-    database is elsewhere."""
+def _settings(context: typer.Context, state: Path | None, model: str | None) -> "ServerSettings":
+    """The settings that `coserve serve` would use with the same flags. Raises StateError where the database
+    is not in the state folder."""
     from coserve.cli.config import load_server_settings
 
     flags = given(state=None if state is None else str(state), model=model)
@@ -159,4 +164,4 @@ def _state(context: typer.Context, state: Path | None, model: str | None) -> Pat
             "the database is not in the state folder: copy it with PostgreSQL's tools (pg_dump), and the "
             "folder as any other; a server that starts upgrades it"
         )
-    return settings.state
+    return settings

@@ -143,7 +143,13 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
     state.on_settings.append(lambda new: rates.limit(new.max_requests_minute))
     state.on_settings.append(lambda new: bad_keys.limit(new.max_bad_keys_minute))
     # The last one added is the first to see a request.
-    app.add_middleware(Revocation, tenants=state.store.tenants, paths=(*COMPUTED, web.LIVE))
+    app.add_middleware(
+        Revocation,
+        tenants=state.store.tenants,
+        logins=state.store.logins,
+        paths=(*COMPUTED, web.LIVE),
+        streams=(f"{responses.RESPONSES}/", "/v1/fine_tuning/jobs/"),
+    )
     app.add_middleware(ConcurrencyLimit, queue=state.queue, paths=COMPUTED)
     app.add_middleware(
         UploadRoom,

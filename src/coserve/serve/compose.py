@@ -24,6 +24,7 @@ from coserve.serve.otel import OtelSpans
 from coserve.serve.reporting.observer import Reporting
 from coserve.serve.settings import ServerSettings
 from coserve.serve.state import State
+from coserve.serve.store.backup import sweep_stage
 from coserve.serve.store.durable import write_whole
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.quarantine import Suspects
@@ -68,6 +69,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         await _name_adapters(state)
         await store.usage.open()
         await store.adapters.sweep()
+        await asyncio.to_thread(sweep_stage, settings.state)
         await store.tinker_checkpoints.sweep(store.folder / "tinker")
         await sweep_origins(store)
         for tenant in await store.tenants.list():

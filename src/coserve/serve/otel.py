@@ -106,8 +106,14 @@ class RequestSpans:
         given = {name: headers[name] for name in self._format.fields if name in headers}
         about = {"http.request.method": scope["method"], "coserve.request_id": context().request_id}
         tracer = self._telemetry.tracer
+        # An exception's words, which OpenTelemetry notes in the span and in its status, may be a prompt's.
         with tracer.start_as_current_span(
-            scope["method"], self._format.extract(given), SpanKind.SERVER, about, record_exception=False
+            scope["method"],
+            self._format.extract(given),
+            SpanKind.SERVER,
+            about,
+            record_exception=False,
+            set_status_on_exception=False,
         ) as span:
 
             async def send_noted(message: Message) -> None:
@@ -119,6 +125,9 @@ class RequestSpans:
 
             try:
                 await self.app(scope, receive, send_noted)
+            except Exception:
+                span.set_status(Status(StatusCode.ERROR))
+                raise
             finally:
                 route = getattr(
                     scope.get("route"), "path", ""

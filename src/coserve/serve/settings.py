@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -220,8 +221,13 @@ class ServerSettings:
         if self.webhook_urls and self.webhook_secret_file is None:
             raise ConfigError("webhook_urls need a webhook_secret_file, whose secret signs what is sent")
         for number, url in enumerate(self.webhook_urls, 1):  # which may have a secret in it
-            if not _URL.fullmatch(url):
+            if not _URL.fullmatch(url) or not _has_host(url):
                 raise ConfigError(f"webhook_urls has no http or https address as its number {number}")
+            if "@" in urlsplit(url).netloc:
+                raise ConfigError(
+                    f"webhook_urls has a user or a password in its number {number}, which are not sent: the "
+                    "signature shows the receiver who it is"
+                )
         for proxy in self.trusted_proxies:
             try:
                 ipaddress.ip_network(proxy, strict=False)
@@ -366,6 +372,15 @@ def check_url(url: str) -> None:
     scheme, _, rest = url.partition("://")
     if scheme not in POSTGRES or not rest.partition("?")[0].rpartition("/")[2] or "/" not in rest:
         raise ConfigError("database must be a URL as postgresql://user@host:5432/name")
+
+
+def _has_host(url: str) -> bool:
+    """Tells whether a URL has a host's name and, if any, a port that there is."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

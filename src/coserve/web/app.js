@@ -4,14 +4,26 @@ import { Button, Field, Notice, Toasts, html, render, useEffect, useErrorBoundar
 import { logIn, logOut, signals, whoami } from "./api.js";
 import { views } from "./views/index.js";
 
+const OWNER = "coserve-tenant"; // in the tab's sessionStorage: whose drafts are there
+
 const here = () => {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
   const view = views.find((one) => one.name === name) ?? views[0];
   return { view, rest: rest.map((part) => { try { return decodeURIComponent(part); } catch { return part; } }) };
 };
 
+// Drops what the views keep in this tab, but for its own tenant's: the next one is not to see prompts of the last.
+function keepDraftsOf(tenant) {
+  try {
+    if (sessionStorage.getItem(OWNER) === tenant) return;
+    Object.keys(sessionStorage).filter((key) => key.startsWith("coserve-")).forEach((key) => sessionStorage.removeItem(key));
+    sessionStorage.setItem(OWNER, tenant);
+  } catch { /* storage is off: nothing is kept */ }
+}
+
 function App() {
-  const [login, setLogin] = useState(null); // null while it is not known, false where nobody is logged in
+  const [login, show] = useState(null); // null while it is not known, false where nobody is logged in
+  const setLogin = (found) => { if (found) keepDraftsOf(found.tenant); show(found); };
   const [problem, setProblem] = useState(null);
   const [place, setPlace] = useState(here);
   useEffect(() => {
@@ -29,7 +41,7 @@ function App() {
     return () => { clearTimeout(timer); removeEventListener("hashchange", moved); signals.removeEventListener("login", out); };
   }, []);
   useEffect(() => { document.title = `${place.view.title} · coserve`; }, [place]);
-  const leave = async () => { await logOut(); setLogin(false); };
+  const leave = async () => { await logOut(); setLogin(false); setTimeout(() => keepDraftsOf("")); }; // once the view has gone, which saves
   return html`<a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>To the content</a>
     <header class="rail"><a class="brand" href="#/now">coserve</a>
       <nav aria-label="Views">${views.map((one) => html`<a key=${one.name} href="#/${one.name}" aria-current=${one === place.view ? "page" : undefined}>${one.title}</a>`)}</nav>

@@ -24,6 +24,8 @@ COMMANDS = {
     "zoo",
     "models",
     "ranks",
+    "replicas",
+    "cluster",
     "draw",
     "stale",
 }

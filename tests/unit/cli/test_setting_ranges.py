@@ -28,6 +28,7 @@ RANGES: Final = {
         "max_bad_keys_minute": _LIMIT,
         "max_files_tenant": _COUNT,
         "max_bytes_tenant": _COUNT,
+        "max_artifact_bytes": _COUNT,
         "max_records_tenant": _COUNT,
         "keep_days": _FROM_0,
         "keep_responses_days": _FROM_0,

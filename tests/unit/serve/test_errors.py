@@ -165,7 +165,7 @@ def test_unknown_places_and_methods() -> None:
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and "error" in wrong.json()
 
 
-@pytest.mark.parametrize("given", ["", "x" * 129, "a\tb"])
+@pytest.mark.parametrize("given", ["", "x" * 129, "a\tb", "mine tenant=bob"])
 def test_ids_of_clients_are_kept_only_if_they_are_sane(given: str) -> None:
     kept = ask(make_app(), "GET", "/nowhere", headers={"x-request-id": "abc-1"})
     assert kept.headers["x-request-id"] == "abc-1"

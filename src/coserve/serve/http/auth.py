@@ -1,6 +1,7 @@
 """Authentication: the tenant of an API key, or the tenant `local` on a loopback server without keys."""
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -10,12 +11,13 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coserve.core.owners import owner_of
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, StateError
 from coserve.serve.errors import ApiError
 from coserve.serve.http.quotas import too_often
 from coserve.serve.http.rates import TokenBuckets
 from coserve.serve.state import Shared, State
 from coserve.serve.store import keys
+from coserve.serve.store.audit import STRANGER
 from coserve.serve.store.logins import is_cookie, is_token
 from coserve.serve.store.records import Tenant
 from coserve.serve.store.tenants import LOCAL
@@ -24,10 +26,11 @@ from coserve.wire.logs import context
 _API = ("/v1/", "/api/v1/")  # every path below these needs a tenant
 _OPEN = "/api/v1/healthz"  # but this one
 # These too: they show all tenants, or the server itself, or compute.
-_INSIDE = ("/metrics", "/trace", "/docs", "/openapi.json", "/tokenize", "/detokenize")
+_INSIDE = ("/metrics", "/trace", "/docs", "/openapi.json", "/tokenize", "/detokenize", "/tokenizer_info")
 _PAGE = "/web/api/"  # what the page asks for, beside the API
 COOKIE = "coserve_login"
 TOKEN_HEADER = "x-coserve-token"
+_MOST_NOTED = 60  # wrong keys that the audit log gets in a minute, of all addresses
 _READS = ("GET", "HEAD", "OPTIONS")
 _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys create` prints it once.")
 
@@ -43,6 +46,7 @@ class Authentication:
         self.app, self.state, self._bad_keys = app, state, bad_keys
         self._looked_up: dict[tuple[object, ...], asyncio.Task[Tenant]] = {}
         self._one_by_one = asyncio.Lock()  # of addresses that guess
+        self._noted, self._all_noted = TokenBuckets(1), TokenBuckets(_MOST_NOTED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _needs_tenant(scope["path"]):
@@ -69,10 +73,25 @@ class Authentication:
                 async with self._one_by_one:
                     return await self._together(request)
         except ApiError as refusal:
+            if refusal.status == 401:
+                await self._note(request, owner)
             if refusal.status != 401 or not self._bad_keys.take(owner):
                 raise
         what = "Too many requests without a right API key came from your address"
         raise too_often(what, self._bad_keys.wait(owner))
+
+    async def _note(self, request: HTTPConnection, owner: str) -> None:
+        """Has a wrong key in the audit log, at most once a minute for an address: strangers write these
+        rows."""
+        secret = secret_of(request)
+        if secret is None and cookie_of(request) is None:
+            return
+        if self._noted.take(owner) or self._all_noted.take(""):
+            return
+        prefix = keys.prefix_of(secret) if secret is not None and keys.is_shaped(secret) else ""
+        what = "a wrong key" if secret is not None else "a login that is over or none"
+        with suppress(StateError):
+            await self.state.store.audit.note("key.refused", prefix, STRANGER, what, STRANGER)
 
     async def _together(self, request: HTTPConnection) -> Tenant:
         """As `tenant_of`; concurrent requests with the same key share a lookup."""
@@ -140,9 +159,11 @@ async def tenant_of(request: HTTPConnection, state: State) -> Tenant:
 
 
 async def serves_without_keys(state: State) -> bool:
-    """Tells whether every request belongs to the tenant `local`."""
+    """Tells whether every request belongs to the tenant `local`. A proxy's clients are elsewhere, also where
+    the proxy itself is on this machine."""
     settings = state.settings
-    may_be_open = (settings.is_loopback or settings.allow_insecure) and not settings.require_keys
+    is_alone = settings.is_loopback and not settings.trusted_proxies
+    may_be_open = (is_alone or settings.allow_insecure) and not settings.require_keys
     return may_be_open and await state.store.tenants.is_open()
 
 

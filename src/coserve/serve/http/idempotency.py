@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError
 from coserve.serve.store.creations import CREATING, MOST_REPLY, Creating, CreationStore, creation_id
-from coserve.serve.store.records import Creation
 
 _LONGEST_KEY: Final = 255
 _MOST_PARTS: Final = 1000  # and headers of a form that are told apart, in 20 ms; routes take fewer
@@ -78,11 +77,20 @@ class Idempotency:
         self._under_way.add(id)
         try:
             known = await self._creations.find(id)
+            digest = RequestDigest(scope)
             if known is None:
-                return await self._create(id, tenant, scope, receive)
+                creating = Creating(id, tenant, digest.hexdigest)
+                reply = await self._create(creating, digest, scope, receive)
+                # One that was refused may have come late: another server has created it meanwhile.
+                known = None if _is_success(reply) else await self._creations.find(id)
+                if known is None:
+                    return reply
         finally:
             self._under_way.discard(id)
-        await _check_same(known, scope, receive)
+        await digest.read(receive)  # nothing more of one that came late
+        if digest.hexdigest() != known.request:
+            message = "This Idempotency-Key came with another request before: a new request needs a new key."
+            raise ApiError(422, message, code="idempotency_key_reused")
         if known.reply is None:
             return await self._held(_read(scope, known.location), _nothing)
         told = Response(known.reply.encode(), known.status, _AGAIN, known.content_type)
@@ -101,29 +109,28 @@ class Idempotency:
         await self.app(scope, receive, hold)
         return held
 
-    async def _create(self, id: str, tenant: str, scope: Scope, receive: Receive) -> list[Message]:
+    async def _create(
+        self, creating: Creating, digest: "RequestDigest", scope: Scope, receive: Receive
+    ) -> list[Message]:
         """Has a request answered, and keeps the reply if it is a success."""
-        digest = RequestDigest(scope)
 
         async def hashed() -> Message:
             received = await receive()
-            digest.add(received.get("body", b""))
+            digest.take(received)
             return received
 
-        creating = Creating(id, tenant, digest.hexdigest)
         token = CREATING.set(creating)
         try:
             reply = await self._held(scope, hashed)
         finally:
             CREATING.reset(token)
             creating.is_over = True
-        status = reply[0]["status"] if reply else 500
-        if 200 <= status < 300:
+        if _is_success(reply):
             body = b"".join(message.get("body", b"") for message in reply)
             kind = Headers(raw=reply[0]["headers"]).get("content-type", "")
             kept = body.decode() if len(body) <= MOST_REPLY else None
             with suppress(CoserveError):  # as of a full disk: what was created is known in any case
-                await self._creations.finish(creating, status, kind, kept)
+                await self._creations.finish(creating, reply[0]["status"], kind, kept)
         return reply
 
 
@@ -132,7 +139,7 @@ class RequestDigest:
     clients draw a new boundary between them each time."""
 
     def __init__(self, scope: Scope) -> None:
-        self._hash = hashlib.sha256()
+        self._hash, self._is_whole = hashlib.sha256(), False
         for part in (scope["method"].encode(), scope["path"].encode(), scope["query_string"]):
             self._hash.update(hashlib.sha256(part).digest())
         kind, options = parse_options_header(Headers(scope=scope).get("content-type"))
@@ -150,6 +157,11 @@ class RequestDigest:
                 "on_part_end": self._between,
             })  # fmt: skip
 
+    def take(self, received: Message) -> None:
+        """Adds what a message has of the body."""
+        self._is_whole = received["type"] != "http.request" or not received.get("more_body", False)
+        self.add(received.get("body", b""))
+
     def add(self, data: bytes) -> None:
         """Adds a piece of the body."""
         if self._parser is None:
@@ -159,6 +171,11 @@ class RequestDigest:
             self._parser.write(data)
         except FormParserError:  # of what no route takes
             self._parser = None
+
+    async def read(self, receive: Receive) -> None:
+        """Adds what is left of the body."""
+        while not self._is_whole:
+            self.take(await receive())
 
     def hexdigest(self) -> str:
         """The digest of all that was added."""
@@ -175,16 +192,8 @@ class RequestDigest:
         self._part = hashlib.sha256()
 
 
-async def _check_same(known: Creation, scope: Scope, receive: Receive) -> None:
-    """Reads a request. Raises ApiError 422 for one that asks for something else than the first one did."""
-    digest, more = RequestDigest(scope), True
-    while more:
-        received = await receive()
-        digest.add(received.get("body", b""))
-        more = received["type"] == "http.request" and received.get("more_body", False)
-    if digest.hexdigest() != known.request:
-        message = "This Idempotency-Key came with another request before: a new request needs a new key."
-        raise ApiError(422, message, code="idempotency_key_reused")
+def _is_success(reply: list[Message]) -> bool:
+    return bool(reply) and 200 <= reply[0]["status"] < 300
 
 
 def _key_of(scope: Scope) -> str | None:

@@ -52,6 +52,7 @@ class Listener:
                 ws="none",
                 lifespan="off",
                 access_log=False,
+                proxy_headers=False,  # by which all of this machine would be proxies
                 log_config=None,
                 server_header=False,
                 timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]

@@ -110,7 +110,9 @@ class Draining:
 
 def _given_id(scope: Scope) -> str:
     given = Headers(scope=scope).get("x-request-id", "")
-    return given if len(given) <= _LONGEST_ID and given.isascii() and given.isprintable() else ""
+    # A space in it would let a client write fields of its own into a line of the text log.
+    is_sane = given.isascii() and given.isprintable() and " " not in given
+    return given if is_sane and len(given) <= _LONGEST_ID else ""
 
 
 def content_length(scope: Scope) -> int:

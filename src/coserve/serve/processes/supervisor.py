@@ -402,7 +402,7 @@ class Supervisor:
             try:
                 read = self._read_settings
                 settings = self._settings if read is None else await asyncio.to_thread(read)
-            except CoserveError as error:
+            except (CoserveError, OSError, ValueError) as error:  # whoever waits for a word has to get one
                 self._out.say(f"SIGHUP: nothing is reloaded: {error}", "red")
                 return
             changed, cold = hot_changes(self._settings, settings)

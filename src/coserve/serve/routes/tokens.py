@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/version` and `/ping`, by vLLM's names."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`, `/version` and `/ping`, by vLLM's names."""
 
 from typing import Final
 
@@ -12,7 +12,13 @@ from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import json_reply
 from coserve.serve.routes.chat_bodies import chat_of
 from coserve.serve.schema.chat import ChatRequest
-from coserve.serve.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from coserve.serve.schema.tokens import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+    TokenizerInfo,
+)
 from coserve.serve.state import Shared
 
 router = APIRouter(route_class=JsonRoute, tags=["Tokens"])
@@ -46,6 +52,15 @@ async def detokenize(body: DetokenizeRequest, caller: Caller, state: Shared) -> 
         message = f"Invalid value for 'tokens': {wrong} is not one of the model's {most} tokens."
         raise ApiError(400, message, param="tokens", code="invalid_value")
     return Detokenized(prompt=await state.prompts.run(caller.id, state.text.decode, body.tokens, True))
+
+
+@router.get("/tokenizer_info", summary="The tokenizer")
+async def show_tokenizer(caller: Caller, state: Shared) -> TokenizerInfo:
+    """Tells the names of the tokenizer's special tokens, and its chat template."""
+    tokenizer = state.text.tokenizer
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return TokenizerInfo(tokenizer_class=type(tokenizer).__name__, chat_template=template, **special)
 
 
 @router.get("/version", tags=["Health"], summary="The server's version")

@@ -56,3 +56,14 @@ class DetokenizeRequest(RequestBody):
 
 class Detokenized(BaseModel):
     prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """As vLLM tells of a tokenizer."""
+
+    tokenizer_class: str
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None

@@ -15,6 +15,7 @@ from coserve.wire.logs import context
 MOST_AUDITED: Final = 100_000  # rows of one tenant: beyond, its own oldest go
 _TURN: Final = 5000  # rows that one turn deletes: the writing thread is shared
 SERVER: Final = "server"  # the actor of what nobody asked for
+STRANGER: Final = "stranger"  # actor and tenant of wrong keys: so these push no other rows out
 
 
 class AuditStore:
@@ -24,11 +25,13 @@ class AuditStore:
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database, self._clock = database, clock
 
-    async def note(self, action: str, subject: str, tenant: str = "", details: str = "") -> None:
+    async def note(
+        self, action: str, subject: str, tenant: str = "", details: str = "", actor: str = ""
+    ) -> None:
         """Adds a row about something that changes no other table."""
         now = int(self._clock())
         await self._database.write(
-            lambda session: note_action(session, now, action, subject, tenant, details)
+            lambda session: note_action(session, now, action, subject, tenant, details, actor)
         )
 
     async def list(
@@ -52,7 +55,7 @@ class AuditStore:
             counts = select(AuditRecord.tenant, func.count()).group_by(AuditRecord.tenant)
             for tenant, count in session.execute(counts.having(func.count() > MOST_AUDITED)).all():
                 own = select(AuditRecord.number).where(AuditRecord.tenant == tenant)
-                excess = min(count - MOST_AUDITED, _TURN)
+                excess = max(min(count - MOST_AUDITED, _TURN - len(numbers)), 0)
                 numbers += session.scalars(own.order_by(AuditRecord.number).limit(excess))
             session.execute(delete(AuditRecord).where(AuditRecord.number.in_(numbers)))
             return len(numbers) >= _TURN
@@ -61,15 +64,16 @@ class AuditStore:
 
 
 def note_action(
-    session: Session, now: int, action: str, subject: str, tenant: str, details: str = ""
+    session: Session, now: int, action: str, subject: str, tenant: str, details: str = "", actor: str = ""
 ) -> None:
-    """Adds a row to a transaction; the actor is the tenant of the present request, or the operator."""
+    """Adds a row to a transaction; the actor is the given one, the tenant of the present request, or the
+    operator."""
     work = context()
     session.add(
         AuditRecord(
             new_id("audit"),
             now,
-            work.tenant or SERVER,
+            actor or work.tenant or SERVER,
             action,
             subject,
             tenant,

@@ -8,6 +8,8 @@ it is whole and on disk, and so does a restored folder.
 
 import fcntl
 import hashlib
+import io
+import lzma
 import os
 import shutil
 import sqlite3
@@ -15,7 +17,7 @@ import tarfile
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Final
@@ -25,7 +27,7 @@ import msgspec
 
 from coserve.core.disk import sync_path
 from coserve.errors import StateError
-from coserve.serve.store.durable import partial_of, settle
+from coserve.serve.store.durable import settle
 from coserve.serve.store.examine import examine
 from coserve.serve.store.migrate import head_revision, known_revisions
 
@@ -47,11 +49,13 @@ _PATHS: Final = ("adapters", "checkpoints", "tinker_checkpoints")  # tables whos
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Contents of a backup: the shape of its database, its time, and each file's size and SHA-256."""
+    """Contents of a backup: the shape of its database, its time, and each file's size and SHA-256. With
+    `shared_artifacts` some files of its rows are where several servers have them."""
 
     revision: str
     created: int
     files: dict[str, tuple[int, str]]
+    shared_artifacts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +68,25 @@ class BackupSummary:
     revision: str
 
 
-def back_up(state: Path, target: Path) -> BackupSummary:
+def back_up(state: Path, target: Path, shared_artifacts: bool = False) -> BackupSummary:
     """Writes a backup of a state folder, as a folder, or as one file where the name ends in .tar, .tar.gz or
-    .tgz. Raises StateError where the target is there already, or the state cannot be read as a whole."""
+    .tgz. With `shared_artifacts` the folder has copies of some artifacts alone. Raises StateError where the
+    target is there already, or the state cannot be read as a whole."""
     if not (state / DATABASE).is_file():
         raise StateError(f"{state} is no state folder: it has no {DATABASE}")
     if target.exists():
         raise StateError(f"{target} is there already: choose another name for the backup")
     if target.resolve().is_relative_to(state.resolve()):
         raise StateError(f"{target} is in the state folder: choose a place elsewhere")
-    partial = partial_of(target)
+    partial = _partial_of(target)
     try:
         with _lock(state):
             stage = state / _STAGE
             shutil.rmtree(stage, ignore_errors=True)  # of a backup that was killed
             _remove(partial)
             try:
-                _pin(state, stage)
-                summary = _write(stage, partial, target)
+                _pin(state, stage, shared_artifacts)
+                summary = _write(stage, partial, target, shared_artifacts)
             finally:
                 shutil.rmtree(stage, ignore_errors=True)
             settle(partial, target)
@@ -96,7 +101,7 @@ def restore(source: Path, state: Path) -> BackupSummary:
     something in it already, or the backup is damaged or of a newer coserve; then nothing is changed."""
     if state.exists() and (not state.is_dir() or any(state.iterdir())):
         raise StateError(f"{state} is not empty: restore into a folder that is missing or empty")
-    partial = partial_of(state)
+    partial = _partial_of(state)
     try:
         state.parent.mkdir(parents=True, exist_ok=True)
         _remove(partial)
@@ -109,16 +114,32 @@ def restore(source: Path, state: Path) -> BackupSummary:
                     f"version knows {head_revision()}): update coserve"
                 )
             examine(partial / DATABASE)
-            if missing := _missing(partial):
+            if not manifest.shared_artifacts and (missing := _missing(partial)):
                 raise StateError(f"{source} is damaged: it lacks {missing[0]}")
             _sync_tree(partial)
             settle(partial, state)
         except BaseException:
             _remove(partial)
             raise
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, sqlite3.Error, ValueError) as error:
+        raise StateError(f"{source} is no whole backup: {error}") from error
     except OSError as error:
         raise StateError(f"{source} cannot be restored to {state}: {error}") from error
     return BackupSummary(str(state), len(manifest.files), sizes, manifest.revision)
+
+
+def sweep_stage(state: Path) -> None:
+    """Removes the links that a killed backup has left: files that tenants delete would stay, and their room
+    be taken. Those of a backup that is under way stay."""
+    if (stage := state / _STAGE).exists():
+        with suppress(StateError, OSError), _lock(state):
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+def _partial_of(path: Path) -> Path:
+    """The name of a backup or a state folder until it is complete: one that nothing else has, as what a
+    killed command left there is removed (`.config` would be somebody's own)."""
+    return path.with_name(f".{path.name}.coserve-partial")
 
 
 @contextmanager
@@ -134,7 +155,7 @@ def _lock(state: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _pin(state: Path, stage: Path) -> None:
+def _pin(state: Path, stage: Path, shared_artifacts: bool) -> None:
     """Fills `stage` with a copy of the database and links to all files that it names."""
     stage.mkdir(mode=0o700)
     for _ in range(_TRIES):
@@ -142,7 +163,7 @@ def _pin(state: Path, stage: Path) -> None:
         (stage / DATABASE).unlink(missing_ok=True)
         _copy_database(state / DATABASE, stage / DATABASE)
         _link_new(state, stage)
-        if not (missing := _missing(stage)):
+        if shared_artifacts or not (missing := _missing(stage)):
             break
     else:
         raise StateError(f"{state} has rows whose files are gone, such as {missing[0]}: it is damaged")
@@ -220,7 +241,7 @@ def _drop_unnamed(stage: Path) -> None:
                 _remove(entry)
 
 
-def _write(stage: Path, partial: Path, target: Path) -> BackupSummary:
+def _write(stage: Path, partial: Path, target: Path, shared_artifacts: bool) -> BackupSummary:
     """Copies the stage to where it becomes the backup, with a manifest, durably."""
     with closing(sqlite3.connect(stage / DATABASE)) as database:
         ((revision,),) = database.execute("SELECT version_num FROM alembic_version")
@@ -233,9 +254,8 @@ def _write(stage: Path, partial: Path, target: Path) -> BackupSummary:
             with tarfile.open(fileobj=file, mode="w:gz" if is_packed else "w") as tar:
                 for path in paths:
                     files[path.relative_to(stage).as_posix()] = _add(tar, path, stage)
-                (stage / MANIFEST).write_bytes(
-                    msgspec.json.encode(Manifest(revision, int(time.time()), files))
-                )
+                manifest = Manifest(revision, int(time.time()), files, shared_artifacts)
+                (stage / MANIFEST).write_bytes(msgspec.json.encode(manifest))
                 _add(tar, stage / MANIFEST, stage)
             file.flush()
             os.fsync(file.fileno())
@@ -246,7 +266,8 @@ def _write(stage: Path, partial: Path, target: Path) -> BackupSummary:
             (partial / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with path.open("rb") as source:
                 files[name] = _save(source, partial / name)
-        (partial / MANIFEST).write_bytes(msgspec.json.encode(Manifest(revision, int(time.time()), files)))
+        manifest = Manifest(revision, int(time.time()), files, shared_artifacts)
+        _save(io.BytesIO(msgspec.json.encode(manifest)), partial / MANIFEST)
         _sync_tree(partial)
     return BackupSummary(str(target), len(files), sum(size for size, _ in files.values()), revision)
 
@@ -299,7 +320,7 @@ def _read_whole(source: Path, folder: Path) -> tuple[Manifest, int]:
             manifest = file.read(_WHOLE)
             continue
         parts = PurePosixPath(name).parts
-        if parts[0] not in (DATABASE, *_FOLDERS) or ".." in parts or name in found:
+        if not {*parts[:1]} & {DATABASE, *_FOLDERS} or ".." in parts or name in found:
             raise StateError(f"{source} is no backup: it has {name!r}")
         (folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         found[name] = _save(file, folder / name)
@@ -309,6 +330,8 @@ def _read_whole(source: Path, folder: Path) -> tuple[Manifest, int]:
         raise StateError(f"{source} is no whole backup: it has no {MANIFEST} that can be read") from error
     if wrong := {*told.files.items()} ^ {*found.items()}:
         raise StateError(f"{source} is damaged: {min(wrong)[0]} is not as its manifest says")
+    if DATABASE not in found:
+        raise StateError(f"{source} is no backup: it has no {DATABASE}")
     return told, sum(size for size, _ in found.values())
 
 
@@ -320,15 +343,12 @@ def _members(source: Path) -> Iterator[tuple[str, IO[bytes]]]:
                 with path.open("rb") as file:
                     yield path.relative_to(source).as_posix(), file
         return
-    try:
-        with tarfile.open(source, "r|*") as tar:
-            for member in tar:
-                file_of = tar.extractfile(member) if member.isreg() else None
-                if file_of is None:
-                    raise StateError(f"{source} is no backup: {member.name!r} is no file")
-                yield member.name, file_of
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise StateError(f"{source} is no whole backup: {error}") from error
+    with tarfile.open(source, "r|*") as tar:
+        for member in tar:
+            file_of = tar.extractfile(member) if member.isreg() else None
+            if file_of is None:
+                raise StateError(f"{source} is no backup: {member.name!r} is no file")
+            yield member.name, file_of
 
 
 def _sync_tree(folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from coserve.errors import ConflictError
 from coserve.serve.store.database import Database
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Creation
@@ -68,7 +69,8 @@ class CreationStore:
 
     def noting(self) -> "Note":
         """Notes what the present request creates, where it has a key: to be called in the request, and its
-        result in the transaction that creates something, with the path where that can be read."""
+        result in the transaction that creates something, with the path where that can be read. The
+        transaction fails with ConflictError where another server was quicker with this key."""
         creating = CREATING.get()
 
         def note(session: Session, location: str) -> None:
@@ -78,7 +80,10 @@ class CreationStore:
         return note
 
     def _noted(self, session: Session, creating: Creating, location: str) -> Creation:
-        session.execute(delete(Creation).where(Creation.id == creating.id))  # one that is too old
+        same = Creation.id == creating.id
+        if session.scalar(select(Creation.id).where(same, Creation.created > self._oldest)) is not None:
+            raise ConflictError("Another server has answered a request with this Idempotency-Key.")
+        session.execute(delete(Creation).where(same))  # one that is too old
         own = Creation.tenant == creating.tenant
         beyond = select(Creation.number).where(own).order_by(Creation.number.desc()).offset(self._most - 1)
         session.execute(delete(Creation).where(Creation.number.in_(beyond.limit(_MOST))))

@@ -8,13 +8,14 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from sqlalchemy import bindparam, delete, select
 from sqlalchemy.orm import Session
 
 from coserve.serve.store import keys
+from coserve.serve.store.audit import note_action
 from coserve.serve.store.database import Database
 from coserve.serve.store.records import KeyRecord, LoginRecord, Tenant
 
@@ -65,9 +66,11 @@ class LoginStore:
         def write(session: Session) -> str | None:
             now = int(self._clock())
             valid = KeyRecord.digest == digest, KeyRecord.revoked.is_(None)
-            owner = session.scalar(select(KeyRecord.id).where(*valid))
-            if owner is None:
+            found = session.execute(select(KeyRecord.id, KeyRecord.tenant, KeyRecord.prefix).where(*valid))
+            if (row := found.one_or_none()) is None:
                 return None
+            owner, tenant, prefix = row
+            note_action(session, now, "login.begun", owner, tenant, prefix)
             over = select(LoginRecord.digest).where(LoginRecord.ends <= now).limit(_SWEPT)
             newest = select(LoginRecord.digest).where(LoginRecord.key == owner)
             beyond = newest.order_by(LoginRecord.ends.desc()).offset(MOST_LOGINS - 1)
@@ -85,7 +88,21 @@ class LoginStore:
         asked = {"digest": keys.digest_of(cookie), "now": int(self._clock())}
         return await self._database.read(lambda session: session.scalar(_OWNER, asked))
 
+    async def valid(self, digests: Collection[bytes]) -> frozenset[bytes]:
+        """The digests (`keys.digest_of`) among these of cookies whose logins have not ended."""
+        found = select(LoginRecord.digest).join(KeyRecord, LoginRecord.key == KeyRecord.id)
+        in_force = LoginRecord.ends > int(self._clock()), KeyRecord.revoked.is_(None)
+        found = found.where(LoginRecord.digest.in_(digests), *in_force)
+        return await self._database.read(lambda session: frozenset(session.scalars(found)))
+
     async def end(self, cookie: str) -> None:
         """Ends a login, if there is one."""
-        found = delete(LoginRecord).where(LoginRecord.digest == keys.digest_of(cookie))
-        await self._database.write(lambda session: session.execute(found))
+        of_cookie = LoginRecord.digest == keys.digest_of(cookie)
+        owner = select(KeyRecord).join(LoginRecord, LoginRecord.key == KeyRecord.id).where(of_cookie)
+
+        def write(session: Session) -> None:
+            if (key := session.scalar(owner)) is not None:
+                session.execute(delete(LoginRecord).where(of_cookie))
+                note_action(session, int(self._clock()), "login.ended", key.id, key.tenant, key.prefix)
+
+        await self._database.write(write)

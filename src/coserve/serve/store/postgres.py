@@ -83,11 +83,17 @@ class PostgresDatabase(Database):
             is_committing = False
             try:
                 with Session(engine, expire_on_commit=False) as session:
-                    result = work(session)
-                    session.flush()
-                    is_committing = True
-                    session.commit()
-                    return result
+                    try:
+                        result = work(session)
+                        session.flush()
+                        is_committing = True
+                        session.commit()
+                        return result
+                    except BaseException:
+                        # Without it rows that were flushed would count as stored, and be left out when the
+                        # work is repeated.
+                        session.rollback()
+                        raise
             except DataError as error:
                 raise RequestError(f"the database cannot store this: {_said(error)}") from error
             except (OperationalError, InterfaceError, IntegrityError) as error:
@@ -133,6 +139,7 @@ def _engine(url: URL, connections: int, isolation: Any) -> Engine:
         pool_pre_ping=True,  # a database that was away gets new connections
         pool_timeout=RETRY_SECONDS,
         json_deserializer=from_json,
+        hide_parameters=True,  # of statements in errors, which are logged: prompts and answers
         connect_args={
             "connect_timeout": CONNECT_SECONDS,
             "tcp_user_timeout": 10_000,  # of a network that was cut

@@ -49,7 +49,10 @@ class SqliteDatabase(Database):
 
 def _engine(path: Path, begin: str) -> Engine:
     engine = create_engine(
-        f"sqlite:///{path}", connect_args={"timeout": BUSY_SECONDS}, json_deserializer=from_json
+        f"sqlite:///{path}",
+        connect_args={"timeout": BUSY_SECONDS},
+        json_deserializer=from_json,
+        hide_parameters=True,  # of statements in errors, which are logged: prompts and answers
     )
 
     @event.listens_for(engine, "connect")

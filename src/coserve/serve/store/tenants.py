@@ -142,12 +142,6 @@ class TenantStore:
         return await self._database.write(write)
 
     async def revoked(self, digests: Collection[bytes]) -> frozenset[bytes]:
-        """The digests (`keys.digest_of`) among these, of keys and of logins' cookies, whose keys are
-        revoked."""
-        of_keys = select(KeyRecord.digest).where(KeyRecord.digest.in_(digests))
-        of_logins = select(LoginRecord.digest).join(KeyRecord, LoginRecord.key == KeyRecord.id)
-        of_logins = of_logins.where(LoginRecord.digest.in_(digests))
-        found = [one.where(KeyRecord.revoked.is_not(None)) for one in (of_keys, of_logins)]
-        return await self._database.read(
-            lambda session: frozenset(digest for one in found for digest in session.scalars(one))
-        )
+        """The digests (`keys.digest_of`) among these whose keys are revoked."""
+        found = select(KeyRecord.digest).where(KeyRecord.digest.in_(digests), KeyRecord.revoked.is_not(None))
+        return await self._database.read(lambda session: frozenset(session.scalars(found)))

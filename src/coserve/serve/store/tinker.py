@@ -220,9 +220,11 @@ class TinkerCheckpointStore:
         return await self._database.read(lambda session: tuple(session.scalars(found)))
 
     async def sweep(self, folder: Path) -> None:
-        """Removes temporary checkpoints and folders without a row, left by a killed server."""
+        """Removes temporary checkpoints and folders without a row, left by a killed server. Temporary ones of
+        other servers are not in this one's folder."""
         for row in await self.temporary():
-            await self.remove(row.id)
+            if await asyncio.to_thread((self._folder / row.path).exists):
+                await self.remove(row.id)
         paths = select(TinkerCheckpoint.path)
         known = await self._database.read(
             lambda session: {self._folder / path for path in session.scalars(paths)}

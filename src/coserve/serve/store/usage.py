@@ -226,9 +226,10 @@ def _sums(path: Path) -> list[tuple[tuple[int, str, str, str, str], Used]]:
             try:
                 hour, tenant, key, model, version, *counts = json.loads(line)
                 used = Used(*map(int, counts))
-            except (ValueError, TypeError):
+                names = int(hour), str(tenant), str(key), str(model), str(version)
+            except (ValueError, TypeError, RecursionError):
                 continue
-            sums.setdefault((int(hour), tenant, key, model, version), Counter()).update(used._asdict())
+            sums.setdefault(names, Counter()).update(used._asdict())
     return [(names, Used(**counts)) for names, counts in sums.items()]
 
 

@@ -37,6 +37,10 @@ class Dialect:
     async def begin(self, session: TinkerSession) -> None:
         """Adds a session."""
         await self.state.store.tinker_sessions.add(session)
+        self.watch()
+
+    def watch(self) -> None:
+        """Has sessions that fall silent end from now on: those that another server began too."""
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch(), name="tinker-sessions")
 

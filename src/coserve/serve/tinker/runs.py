@@ -1,7 +1,7 @@
 """Training runs: each is a session of the engine, which its client opens and closes."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -9,6 +9,7 @@ from typing import Any, Final
 from coserve.errors import CoserveError
 from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.errors import ApiError, not_found
+from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun
 from coserve.serve.tinker.checkpoints import in_use
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
@@ -19,6 +20,7 @@ from coserve.serve.tinker.turns import Turns
 
 DEFAULT_RANK: Final = 32
 MOST_LOST: Final = 1024  # failed runs whose reason is kept
+_LEASED: Final = "tinker"  # the kind of leases of open runs
 
 
 @dataclass(eq=False)
@@ -39,6 +41,7 @@ class Runs:
         self._sessions, self._state = sessions, sessions.state
         self._open: dict[tuple[str, str], OpenRun] = {}
         self._lost: dict[tuple[str, str], str] = {}  # reasons, the oldest first
+        self._state.store.leases.on_renewed.append(self._release_closed)
 
     def find(self, tenant: Tenant, id: str) -> OpenRun:
         """The tenant's open run. Raises ApiError 404 for one that is not, 400 for one that could not go
@@ -53,6 +56,24 @@ class Runs:
             "unload_model, and with the server: make a new one from a saved state.",
             param="model_id",
         )
+
+    async def check_here(self, tenant: Tenant, id: str) -> None:
+        """Raises ApiError 409 for a run of the tenant that is open on another server."""
+        if (tenant.id, id) in self._open:
+            return
+        row = await self._state.store.tinker_sessions.get(TinkerRun, tenant.id, id)
+        if row is not None and id in await self._state.store.leases.of_others(_LEASED):
+            raise ApiError(
+                409,
+                f"The training run '{id}' is open on another server of this service: a router has to send a "
+                "session's requests to the server that began its runs.",
+                param="model_id",
+                code="run_elsewhere",
+            )
+
+    async def _release_closed(self, _: Set[LeaseKey]) -> None:
+        """Gives back the leases of runs that are over."""
+        await self._state.store.leases.release_but(_LEASED, {id for _, id in self._open})
 
     def used(self, row: TinkerRun) -> int:
         """Time of a run's last request, in Unix seconds."""
@@ -169,6 +190,8 @@ class Runs:
         trainer = EngineTrainer(self._state.link, id, base.base_id, lora, spare)
         run = self._open[tenant.id, id] = OpenRun(row, tenant, trainer)
         future.why = lambda: Waiting("paused_capacity", trainer.reason) if trainer.reason else Waiting()
+        with self._unless_it_fails(run):  # the lease tells other servers where the run is
+            await self._state.store.leases.claim(_LEASED, id)
         return run
 
     @contextmanager
@@ -179,6 +202,11 @@ class Runs:
         except BaseException:
             self.close(run)
             raise
+
+
+def run_of(future: str) -> str:
+    """The id of the run that a future with this id is of."""
+    return ":".join(future.split(":")[:3])
 
 
 def check_source(source: TinkerCheckpoint, body: LoadWeightsRequest, base: str) -> None:

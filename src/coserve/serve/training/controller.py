@@ -282,10 +282,7 @@ class JobController:
                 is_left = job.status == JobStatus.RUNNING and job.id not in self._inside
                 if is_left and await self._store.jobs.take(job.id) is not None:
                     await self._start(job)  # ignored by the engine if the job's end is on its way
-                is_unsaved = (
-                    job.saving and job.id not in self._inside
-                )  # its engine died before it had stopped
-                if is_unsaved and await self._store.leases.claim("job", job.id):
+                elif job.saving and job.id not in self._inside:  # its engine died before it had stopped
                     await self._save(job)
             await self._bring_in()
 
@@ -418,7 +415,10 @@ class JobController:
         return next((job for job in jobs if job.id == id and job.saving), None)
 
     async def _save(self, job: JobRecord) -> None:
-        """Ends a job that no engine has with its best or newest checkpoint; without one it stays paused."""
+        """Ends a job that no engine has with its best or newest checkpoint; without one it stays paused. One
+        that another server has is ended there."""
+        if not await self._store.leases.claim("job", job.id):
+            return
         checkpoints = await self._store.jobs.all_checkpoints(job.id)
         if not checkpoints:
             await self._store.jobs.move(job.id, (JobStatus.PAUSED,), JobStatus.PAUSED, _NOTHING_SAVED)

@@ -28,6 +28,8 @@ _PAUSE: Final = 0.5  # seconds before the second try, twice as many before the t
 _LONGEST_URL: Final = 2000
 _CONTROL: Final = frozenset([*range(33), 127])
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")  # an IPv4 address within
+# The only one of the internet's hosts; others are unassigned, of one site, or have an IPv4 address within.
+_GLOBAL: Final = ipaddress.ip_network("2000::/3")
 
 
 class AddressRefused(Exception):
@@ -91,8 +93,8 @@ class _PublicNetwork(httpcore.SyncBackend):
         """Connects to the address that was checked: a name could mean another one a moment later."""
         try:
             found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-        except OSError as error:
-            raise httpcore.ConnectError(f"{host} cannot be resolved") from error
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
+            raise httpcore.ConnectError("the host cannot be resolved") from error
         if host not in self._exempt and not all(map(is_public, found)):
             raise AddressRefused(host)
         stream = super().connect_tcp(found[0], port, timeout, local_address, socket_options)
@@ -205,6 +207,8 @@ def is_public(address: str) -> bool:
             return is_public(str(inner)) and (found.ipv4_mapped is not None or found.is_global)
         if found in _NAT64:
             return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
+        if found not in _GLOBAL:
+            return False
     return found.is_global and not found.is_multicast
 
 

@@ -24,6 +24,7 @@ from coserve.serve.store.records import Adapter, File
 from coserve.serve.store.store import Store
 from coserve.serve.store.usage import Used
 
+OLD = Path(__file__).parents[3] / "newcomers" / "data" / "state-0.1.0.tar.xz"
 NAMES = ("backup", "backup.tar", "backup.tar.gz")
 RUN = "import sys; from pathlib import Path; from coserve.serve.store.backup import back_up, restore; "
 BACK_UP = RUN + "back_up(Path(sys.argv[1]), Path(sys.argv[2]))"
@@ -81,8 +82,8 @@ def check(state: Path) -> int:
 def test_what_comes_back_is_what_was_there(filled: Path, tmp_path: Path, name: str) -> None:
     made = back_up(filled, tmp_path / name)
     assert (
-        made.files == 43 and not (filled / ".backup").exists()
-    )  # and the database, the adapter, the journal
+        made.files == 44 and not (filled / ".backup").exists()
+    )  # and the database, the adapter, the journal and its name
     (tmp_path / "empty").mkdir()
     assert restore(tmp_path / name, tmp_path / "empty").bytes == made.bytes
     assert check(tmp_path / "empty") == 40
@@ -147,7 +148,7 @@ def test_a_kill_at_any_moment_leaves_nothing_half(filled: Path, tmp_path: Path) 
             [RESTORE, str(source), str(target)] if turn % 3 == 2 else [BACK_UP, str(filled), str(target)]
         )
         with subprocess.Popen([sys.executable, "-c", *command]) as process:
-            while process.poll() is None and not (tmp_path / f".{target.name}").exists():
+            while process.poll() is None and not (tmp_path / f".{target.name}.coserve-partial").exists():
                 time.sleep(0.001)
             time.sleep(draw.random() * 0.05)
             process.send_signal(signal.SIGKILL)
@@ -200,6 +201,10 @@ def test_a_row_without_its_file_is_told_of(filled: Path, tmp_path: Path) -> None
     with pytest.raises(StateError, match=r"files/file-7\.jsonl"):
         back_up(state, tmp_path / "backup")
     assert not (tmp_path / "backup").exists() and not (state / ".backup").exists()
+    for name in ("backup", "backup.tar"):  # unless several servers have their files elsewhere
+        back_up(state, tmp_path / name, shared_artifacts=True)
+        restore(tmp_path / name, tmp_path / f"back-{name}")
+        assert len(list((tmp_path / f"back-{name}" / "files").iterdir())) == 39
 
 
 def test_a_database_of_an_earlier_shape_is_upgraded_once_it_is_asked_for(
@@ -215,10 +220,10 @@ def test_a_database_of_an_earlier_shape_is_upgraded_once_it_is_asked_for(
 
     shutil.copy(filled / "coserve.db", tmp_path)
     assert run("upgrade", "--check") == (0, "database: shape 0019, this version's is 0019\nnothing to do\n")
-    with closing(sqlite3.connect(tmp_path / "coserve.db")) as database, database:
-        database.execute("UPDATE alembic_version SET version_num = '0013'")
-        for table in ("usage", "usage_merged", "audit"):
-            database.execute(f"DROP TABLE {table}")
+    with tarfile.open(OLD) as archive:
+        database = archive.extractfile("state/coserve.db")
+        assert database is not None
+        (tmp_path / "coserve.db").write_bytes(database.read())
     code, said = run("upgrade", "--check")
     assert code == 0 and "0015  Tables for operators" in said and "cannot be undone" in said
     assert "upgraded to shape 0019" in run("upgrade")[1] and "nothing to do" in run("upgrade")[1]

@@ -108,20 +108,22 @@ def test_a_segment_that_was_merged_when_the_process_died_is_not_merged_again(tmp
     async def write(store: Store, keep: bool) -> None:
         await store.usage.open()
         store.usage.add("ann", "m", "", Used(1, 10))
-        (segment,) = (tmp_path / "usage").iterdir()
+        (segment,) = (tmp_path / "usage").glob("*.jsonl")
         data = segment.read_bytes()
         await store.usage.merge()
         assert not segment.exists()
         if keep:
             segment.write_bytes(data + b'[1, "torn')
+            odd = b'[1, ["t"], "", "m", "", 1, 5, 0, 0, 0]\n' + b"[" * 100_000 + b"\n" + data
+            segment.with_name("7.jsonl").write_bytes(odd)  # as a damaged disk has it
 
     with Store(tmp_path) as store:
         asyncio.run(write(store, keep=True))
     with Store(tmp_path) as store:
         asyncio.run(store.usage.open())
-        assert totals(store)["ann", "", "m", "", "input_tokens"] == 10
-        asyncio.run(write(store, keep=False))
         assert totals(store)["ann", "", "m", "", "input_tokens"] == 20
+        asyncio.run(write(store, keep=False))
+        assert totals(store)["ann", "", "m", "", "input_tokens"] == 30
 
 
 def test_a_full_disk_delays_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from coserve.serve.offload import Offload
 from coserve.serve.store.records import Tenant
 from coserve.serve.tinker.dialect import Dialect, Tinker
 from coserve.serve.tinker.futures import Failure, Payload, TinkerFuture
+from coserve.serve.tinker.runs import run_of
 from coserve.serve.tinker.sampling import submit_sample
 from coserve.serve.tinker.schema import CancelFutureRequest, RetrieveFutureRequest, SampleRequest
 
@@ -64,7 +65,8 @@ async def cancel_future(body: CancelFutureRequest, caller: Caller, tinker: Tinke
 
 
 async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
-    """The caller's future. Raises ApiError 410 for one that its own session had, and 404 for any other."""
+    """The caller's future. Raises ApiError 409 for one of a run of another server, 410 for any other that its
+    own session had, and 404 for the rest."""
     future = tinker.sessions.futures.find(caller.id, id)
     if future is not None:
         return future
@@ -73,6 +75,7 @@ async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
         await tinker.sessions.session(caller, session)
     except ApiError:
         raise not_found(f"There is no request '{id}', or it is not yours.", param="request_id") from None
+    await tinker.runs.check_here(caller, run_of(id))
     raise ApiError(
         410, f"The result of '{id}' is not kept any more; send the request again.", code="result_dropped"
     )

@@ -13,6 +13,7 @@ from coserve.serve.state import Shared
 from coserve.serve.tinker.dialect import Dialect, Tinker
 from coserve.serve.tinker.futures import TinkerFuture
 from coserve.serve.tinker.passes import UnreadPass, read_pass
+from coserve.serve.tinker.runs import run_of
 from coserve.serve.tinker.schema import (
     CreateModelRequest,
     LoadWeightsRequest,
@@ -42,12 +43,14 @@ router = APIRouter(prefix="/api/v1", route_class=_CommandRoute, include_in_schem
 @router.post("/create_model")
 async def create_model(body: CreateModelRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """Begins a training run with a fresh LoRA adapter."""
+    tinker.watch()
     return _promise(await tinker.runs.create(caller, body))
 
 
 @router.post("/get_info")
 async def get_info(body: ModelBody, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """The base and the adapter of an open run."""
+    await tinker.runs.check_here(caller, body.model_id)
     row = tinker.runs.find(caller, body.model_id).row
     return {
         "type": "get_info",
@@ -72,18 +75,21 @@ async def forward_backward(request: Request, caller: Caller, state: Shared, tink
     except UnreadPass as error:
         tinker.requests.refused(caller, error.model_id, error.seq_id)
         raise
+    await tinker.runs.check_here(caller, read.model_id)
     return _promise(tinker.requests.forward(caller, read))
 
 
 @router.post("/optim_step")
 async def optim_step(body: OptimStepRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """A step of AdamW by the gradients since the last one."""
+    await tinker.runs.check_here(caller, body.model_id)
     return _promise(tinker.requests.optim_step(caller, body))
 
 
 @router.post("/save_weights")
 async def save_weights(body: SaveWeightsRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """Saves weights and the optimizer's state."""
+    await tinker.runs.check_here(caller, body.model_id)
     return _promise(tinker.requests.save_state(caller, body))
 
 
@@ -92,6 +98,7 @@ async def save_weights_for_sampler(
     body: SaveWeightsForSamplerRequest, caller: Caller, tinker: Tinker
 ) -> dict[str, Any]:
     """Saves weights to sample from: a version that never changes."""
+    await tinker.runs.check_here(caller, body.model_id)
     return _promise(tinker.requests.save_for_sampler(caller, body))
 
 
@@ -100,6 +107,7 @@ async def save_weights_external(
     body: SaveWeightsExternalRequest, caller: Caller, tinker: Tinker
 ) -> dict[str, Any]:
     """Saves weights in PEFT's format, for download."""
+    await tinker.runs.check_here(caller, body.model_id)
     return _promise(tinker.requests.save_external(caller, body))
 
 
@@ -107,19 +115,21 @@ async def save_weights_external(
 async def load_weights(body: LoadWeightsRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """Has a run go on from saved weights; without a `model_id` a new one."""
     if body.model_id is None:
+        tinker.watch()
         return _promise(await tinker.runs.create_from(caller, body))
+    await tinker.runs.check_here(caller, body.model_id)
     return _promise(tinker.requests.load(caller, body))
 
 
 @router.post("/unload_model")
 async def unload_model(body: ModelBody, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """Ends a run."""
+    await tinker.runs.check_here(caller, body.model_id)
     return _promise(tinker.runs.unload(caller, body.model_id))
 
 
 def _promise(future: TinkerFuture) -> dict[str, Any]:
-    run = ":".join(future.id.split(":")[:3])
-    return {"request_id": future.id, "model_id": run}
+    return {"request_id": future.id, "model_id": run_of(future.id)}
 
 
 def _named(body: bytes) -> tuple[str, int] | None:

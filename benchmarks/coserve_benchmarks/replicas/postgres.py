@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own, from the system's package, in a temporary folder."""
+"""A PostgreSQL server of benches and tests, from the system's package, in a temporary folder."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _USER = "postgres"  # PostgreSQL runs as no root
+NOT_INSTALLED = "left out: PostgreSQL is not installed (apt-get install postgresql)"
 
 
 def programs() -> Path | None:
@@ -20,10 +21,11 @@ def programs() -> Path | None:
 
 
 class PostgresServer:
-    """A server on a socket of its own, which can be stopped and started again."""
+    """A server on a socket of its own, which can be stopped and started again. Unless it is `durable`, it
+    loses data where the machine fails."""
 
-    def __init__(self, folder: Path, bin: Path) -> None:
-        self._folder, self._bin = folder, bin
+    def __init__(self, folder: Path, bin: Path, durable: bool) -> None:
+        self._folder, self._bin, self._durable = folder, bin, durable
         self._as = ["runuser", "-u", _USER, "--"] if os.geteuid() == 0 else []
         self._number = 0
         if self._as:
@@ -32,11 +34,15 @@ class PostgresServer:
         self.start()
 
     def start(self) -> None:
-        options = f"-c listen_addresses='' -c unix_socket_directories={self._folder} -c fsync=off"
+        """Returns when it takes connections."""
+        options = f"-c listen_addresses='' -c unix_socket_directories={self._folder}"
+        if not self._durable:
+            options += " -c fsync=off"
         log = str(self._folder / "log")
         self._run("pg_ctl", "-D", str(self._folder / "data"), "-l", log, "-w", "-o", options, "start")
 
     def stop(self) -> None:
+        """Ends it at once, with all connections."""
         self._run("pg_ctl", "-D", str(self._folder / "data"), "-w", "-m", "immediate", "stop")
 
     def database(self) -> str:
@@ -53,12 +59,12 @@ class PostgresServer:
 
 
 @contextmanager
-def postgres_server() -> Iterator[PostgresServer]:
+def postgres_server(durable: bool = False) -> Iterator[PostgresServer]:
     """Context with a server that runs. PostgreSQL has to be installed."""
     bin = programs()
     assert bin is not None
     with tempfile.TemporaryDirectory(prefix="pg", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        server = PostgresServer(Path(folder), bin)
+        server = PostgresServer(Path(folder), bin, durable)
         try:
             yield server
         finally:
