@@ -76,5 +76,5 @@ def run(bench: Bench, model: Path) -> None:
         bench.results.figure(f"kv.{way.value}", medians[way], unit, (min(found), max(found)))
     bench.results.figure("kv.meet.copied", median(shares), "of the tokens, where both meet")
     best = min(medians[MovingPages.COPY], medians[MovingPages.RECOMPUTE])
-    note = f"measured: {bench.shape.name}, two workers, of which one computes, links of 1 Gbit/s, {rounds} rounds"
+    note = f"measured: {bench.shape.name}, two workers, one of which computes; 1 Gbit/s; {rounds} rounds"
     bench.results.row("kv.meet.vs_best_of_both", medians[MovingPages.MEET] / best, note=note)
