@@ -8,7 +8,7 @@ from typing import Any
 from coserve import Engine, EngineConfig
 from coserve.cluster.front import ClusterFront
 from coserve.cluster.host import BlockHost
-from coserve.cluster.peer import CLUSTER_KEY
+from coserve.split.credentials import CLUSTER_KEY
 
 KEY = "a key of tests"
 

@@ -79,6 +79,18 @@ def replicas(json_file: Figures = None, quick: Quick = False, only: Only = None)
 
 
 @app.command()
+def cluster(
+    json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m"
+) -> None:
+    """Measures blocks on local workers: pages over 1 Gbit/s, a worker that dies; models the rest."""
+    check_writable("--json", json_file)
+    from coserve_benchmarks.clustered.run import run_cluster
+    from coserve_benchmarks.report import print_report
+
+    print_report(run_cluster(shape, quick, only or None, json_file))
+
+
+@app.command()
 def server(json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m") -> None:
     """Measures the cost of HTTP beside the engine alone, and the time to recover from a killed engine."""
     check_writable("--json", json_file)

@@ -253,6 +253,12 @@ class EngineConfig:
                 raise ConfigError(f"engine.{name} does not go with engine.cluster: {reason}")
 
     @property
+    def measures_costs(self) -> bool:
+        """Tells whether engines measure the costs of steps as they start. What is measured trains, which a
+        base on a cluster does not: its costs are learned from the steps that run."""
+        return self.calibrate and not self.cluster
+
+    @property
     def ranks(self) -> int:
         """Processes that compute the base together."""
         return self.tensor_parallel * self.pipeline_parallel

@@ -12,8 +12,9 @@ from clusters import KEY, cluster_engine, front_of, hosts
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.cluster.host import BlockHost
 from coserve.cluster.messages import Hop, LoadBlock, PassRows, Ping, Pong, RowSegment
-from coserve.cluster.peer import CLUSTER_KEY, connect
+from coserve.cluster.peer import connect
 from coserve.errors import ConfigError, ModelError, Unreachable
+from coserve.split.credentials import CLUSTER_KEY
 from models import save, tiny
 from waiting import wait_until
 

@@ -74,7 +74,7 @@ def start(
     if not address:
         node = start_node("", host, port)
         print(f"a Ray cluster is at {node.address}; others join it with: coserve cluster join {node.address}")
-    _start(connect_ray(address), workers, zoo, device, here=not address)
+    _start(connect_ray(address), workers, zoo, device, None if address else host)
 
 
 @app.command()
@@ -91,7 +91,7 @@ def join(
     from coserve.cluster.ray import connect_ray, start_node
 
     start_node(head, host, 0)
-    _start(connect_ray(head), workers, zoo, device, here=True)
+    _start(connect_ray(head), workers, zoo, device, host)
 
 
 @app.command()
@@ -126,8 +126,8 @@ def stop() -> None:
         print("there is no node of a cluster on this machine", file=sys.stderr)
 
 
-def _start(ray: object, workers: int, zoo: Path | None, device: str, here: bool) -> None:
+def _start(ray: object, workers: int, zoo: Path | None, device: str, host: str | None) -> None:
     from coserve.cluster.ray import start_workers
 
-    for one in start_workers(ray, workers, "" if zoo is None else str(zoo.absolute()), device, here):
+    for one in start_workers(ray, workers, "" if zoo is None else str(zoo.absolute()), device, host):
         print(f"{one.name} is at {one.address}")

@@ -30,13 +30,13 @@ from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.schedule.config import SchedulerConfig
 from coserve.serve.settings import DEFAULT_SLO, TIERS, ServerSettings
-from coserve.split.credentials import EXECUTOR_KEY
+from coserve.split.credentials import CLUSTER_KEY, EXECUTOR_KEY
 
 PREFIX = "COSERVE_"
 FILE_NAME = "coserve.toml"
 DEFAULT_URL = "http://127.0.0.1:8000"
 EMBEDDED = "coserve-tiny"
-OTHER_VARIABLES = ("COSERVE_CONFIG", "COSERVE_NATIVE", EXECUTOR_KEY)
+OTHER_VARIABLES = ("COSERVE_CONFIG", "COSERVE_NATIVE", CLUSTER_KEY, EXECUTOR_KEY)
 # Variables of containers beside a Kubernetes service, or a linked container, called coserve.
 _OF_SERVICE = re.compile(r"COSERVE_SERVICE_(HOST|PORT(_\w+)?)|COSERVE_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?")
 MOST_NAMED = 5  # unread variables, or settings, in one sentence

@@ -28,10 +28,10 @@ from coserve.cluster.messages import (
 )
 from coserve.errors import ConfigError, Unreachable
 from coserve.split.address import Address, shut
+from coserve.split.credentials import CLUSTER_KEY
 from coserve.split.payload import view_of
 from coserve.wire.frames import FrameReader, send_with_payload, timeout_option
 
-CLUSTER_KEY: Final = "COSERVE_CLUSTER_KEY"  # environment variable of the key that all of a cluster have
 UNHEARD: Final = 5.0  # seconds after which who says nothing is taken to be away
 _GREETING: Final = 1 << 12  # bytes of a message before the other end has shown that it has the key
 _NONCE: Final = 32

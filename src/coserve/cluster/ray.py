@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,13 +59,18 @@ def environment() -> dict[str, str]:
 def connect_ray(address: str = "") -> Any:
     """The module `ray`, connected to the cluster whose head is at an address, by default that of the node
     that this machine runs. Raises ConfigError, and ServerError where it cannot be reached."""
-    os.environ.update(environment())  # which Ray reads as it is imported
+    os.environ.update(environment())
     try:
         import ray
+
+        raylet: Any = import_module("ray._raylet")
     except ImportError as error:
         raise ConfigError("workers on Ray need coserve[ray]") from error
     if ray.is_initialized():
         return ray
+    # Ray reads the environment as it is imported, which this process may have done long before.
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
     address = address or os.environ.get("RAY_ADDRESS", "")
     if not address:
         if (node := node_here()) is None:
@@ -124,11 +130,12 @@ def node_here() -> RayNode | None:
     return found
 
 
-def start_workers(ray: Any, count: int, zoo: str, device: str, here: bool) -> list[RayWorker]:
-    """Starts workers, on this machine or wherever Ray has room, and waits for their addresses. Raises
-    ServerError where one does not come up."""
+def start_workers(ray: Any, count: int, zoo: str, device: str, host: str | None) -> list[RayWorker]:
+    """Starts workers, on this machine, where others reach them at its address `host` (empty: the one that Ray
+    has found), or, where that is None, wherever Ray has room; waits for their addresses. Raises ServerError
+    where one does not come up."""
     strategy: Any = "SPREAD"
-    if here:
+    if host is not None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -145,7 +152,7 @@ def start_workers(ray: Any, count: int, zoo: str, device: str, here: bool) -> li
             namespace=NAMESPACE,
             lifetime="detached",
             scheduling_strategy=strategy,
-        ).remote(zoo, device)
+        ).remote(zoo, device, host or "")
         for name in names
     ]
     try:
@@ -193,13 +200,14 @@ def worker_addresses(address: str = "") -> Callable[[], Collection[str]]:
 class BlockActor:
     """A worker as an actor of Ray, whose process it is."""
 
-    def __init__(self, zoo: str, device: str) -> None:
+    def __init__(self, zoo: str, device: str, host: str) -> None:
         import ray
 
         from coserve.cluster.host import BlockHost
         from coserve.cluster.models import finder_of
 
-        host = ray.util.get_node_ip_address()
+        # Ray takes another address for one of this machine alone, which would listen to all of a network.
+        host = host or ray.util.get_node_ip_address()
         found = finder_of(Path(zoo) if zoo else None)
         self._host = BlockHost(f"tcp:{host}:0", key_of_cluster(), found, device).start()
 

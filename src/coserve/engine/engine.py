@@ -183,7 +183,7 @@ class Engine:
         self.sessions = Sessions(host)
         self.rollouts = Rollouts(self.generate, self.text, lambda: self.loop.others_wait, config.max_running)
         self.training: Training = Training(host, self.sessions, self.rollouts, self.adapters.save)
-        if config.calibrate and not config.cluster:  # what is measured trains
+        if config.measures_costs:
             self.calibrate()
         self.loop.join(base_id, self, self.executor, self.cost, partial(self._cache, settings))
 

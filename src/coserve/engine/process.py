@@ -86,7 +86,7 @@ def main(pipes: SupervisorPipes) -> None:
         engine = _load(start)
         engine.memory.count_process()
         costs = {one.base_id: _cost_file(start, one) for one in engine.bases}
-        if start.config.calibrate:
+        if start.config.measures_costs:
             for one in engine.bases:
                 know_costs(one, costs[one.base_id], lambda: pipes.say(Status("measuring", _MEASURING)))
         link = Link(Path(start.socket), inbox)

@@ -8,6 +8,7 @@ from coserve.errors import ConfigError
 from coserve.split.tls import ClientTls
 
 EXECUTOR_KEY: Final = "COSERVE_EXECUTOR_KEY"  # environment variable of the key that executors require
+CLUSTER_KEY: Final = "COSERVE_CLUSTER_KEY"  # and of the key that all processes of a cluster have
 
 
 @dataclass(frozen=True, slots=True)

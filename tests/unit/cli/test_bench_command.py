@@ -25,6 +25,7 @@ COMMANDS = {
     "models",
     "ranks",
     "replicas",
+    "cluster",
     "draw",
     "stale",
 }

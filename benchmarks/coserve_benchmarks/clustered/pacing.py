@@ -1,0 +1,72 @@
+"""A link of a certain rate in front of an address: a relay that sends no more bytes a second than that."""
+
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Final
+
+_PIECE: Final = 1 << 17  # bytes at once: 1 ms of 1 Gbit/s
+_BURST: Final = 0.002  # seconds of sending that are saved up while nothing is sent
+
+
+class PacedLink:
+    """Relays connections of `address` to `target`, a port of this machine. All of them together send `rate`
+    bytes a second each way."""
+
+    def __init__(self, target: int, rate: float) -> None:
+        self._target, self._rate = target, rate
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp:127.0.0.1:{self._listening.getsockname()[1]}"
+        self._ways = _Pace(rate), _Pace(rate)
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the link and all connections over it."""
+        for one in (self._listening, *self._open):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the link is closed
+            while True:
+                caller, _ = self._listening.accept()
+                try:
+                    called = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:  # the worker has died
+                    caller.close()
+                    continue
+                self._open += [caller, called]
+                for one in (caller, called):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                ends = ((caller, called), (called, caller))
+                for (source, target), pace in zip(ends, self._ways, strict=True):
+                    threading.Thread(target=_relay, args=(source, target, pace), daemon=True).start()
+
+
+class _Pace:
+    """One way of a link."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._free = rate, 0.0  # when it has sent all that it was given
+        self._lock = threading.Lock()
+
+    def wait(self, nbytes: int) -> None:
+        """Returns once the link has sent so many bytes more."""
+        with self._lock:
+            self._free = max(self._free, time.monotonic() - _BURST) + nbytes / self._rate
+            free = self._free
+        if (left := free - time.monotonic()) > 0.0:
+            time.sleep(left)
+
+
+def _relay(source: socket.socket, target: socket.socket, pace: _Pace) -> None:
+    with suppress(OSError):
+        while data := source.recv(_PIECE):
+            pace.wait(len(data))
+            target.sendall(data)
+    for one in (source, target):
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
