@@ -42,7 +42,7 @@ class Shown:
 
 
 class Notes:
-    """What clients asked for and were told, of all threads."""
+    """A record of what clients of all threads asked for and were told."""
 
     def __init__(self) -> None:
         self.asked: dict[tuple[Kind, str], Asked] = {}
