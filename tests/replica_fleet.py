@@ -119,8 +119,8 @@ class Fleet:
         self.secret = self.keys("create", "ann")["secret"]
 
     def keys(self, *arguments: str) -> Any:
-        """Calls `coserve keys` on the database itself, and returns what it prints. Raises OSError while that is
-        away."""
+        """Calls `coserve keys` on the database itself, and returns what it prints. Raises OSError while the
+        database is away."""
         with self._lock:  # a runner takes the process' standard output
             done = CliRunner().invoke(app, ["keys", *arguments, "--database", self.url, "--json"])
         if done.exit_code != 0:

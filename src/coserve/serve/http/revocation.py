@@ -23,7 +23,7 @@ _LOGGED_OUT: Final = ApiError(401, "You were logged out while this was being ans
 
 
 class _Secret(NamedTuple):
-    """What a request was let in with: a key, or a login's cookie, by its digest."""
+    """A request was let in with this: a key, or a login's cookie, by its digest."""
 
     digest: bytes
     is_login: bool
