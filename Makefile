@@ -32,7 +32,7 @@ pictures: dev $(VENV)/.browser
 # Workers on Ray, which is an extra of 285 MB: a minute, alone on the machine.
 ray: dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not slow"
 
 # Other people's programs against a server, in an environment of their own of 1.2 GB.
 clients: dev build/clients/.installed
@@ -45,7 +45,7 @@ build/clients/.installed: tests/clients/requirements.txt tests/clients/constrain
 
 # On PostgreSQL, which has to be installed.
 postgres: dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m postgres
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "postgres and not slow"
 
 check: dev
 	$(BIN)/ruff check src benchmarks tests examples
