@@ -31,6 +31,12 @@ BACK_UP = RUN + "back_up(Path(sys.argv[1]), Path(sys.argv[2]))"
 RESTORE = RUN + "restore(Path(sys.argv[1]), Path(sys.argv[2]))"
 
 
+@pytest.fixture(autouse=True)
+def database() -> str:
+    """A backup is of a SQLite database: no other is in the state folder."""
+    return ""
+
+
 async def add_file(store: Store, number: int, size: int) -> None:
     row = File(f"file-{number}", "local", f"{number}.jsonl", "fine-tune", size, 1, ".jsonl")
     write_whole(store.file_path(row), [bytes([number % 251]) * size])
