@@ -318,7 +318,7 @@ class Desk:
     def _plain(self, command: str) -> tuple[list[str], dict[str, str]]:
         """A command's words and environment: `coserve` without what only a shell does needs none, and can be
         forked."""
-        found = re.fullmatch(r"((?:\w+=\S* )*)(?:\.venv/bin/)?coserve ([^$*&|;<>()`~\\]*)", command)
+        found = re.fullmatch(r"((?:\w+=[^\s$`]* )*)(?:\.venv/bin/)?coserve ([^$*&|;<>()`~\\]*)", command)
         if found is None:
             return ["bash", "-o", "pipefail", "-ec", command], self.environment
         assigned = dict(word.split("=", 1) for word in shlex.split(found[1]))
