@@ -27,7 +27,7 @@ browser: dev $(VENV)/.browser
 
 # Makes the docs' pictures of the page anew.
 pictures: dev $(VENV)/.browser
-	OMP_NUM_THREADS=1 PAGE_PICTURES=docs/pictures $(BIN)/python -m pytest -m browser -k picture tests/browser
+	OMP_NUM_THREADS=1 PAGE_PICTURES=docs/pictures $(BIN)/python -m pytest -m browser tests/browser
 
 # Workers on Ray, which is an extra of 285 MB: a minute, alone on the machine.
 ray: dev
