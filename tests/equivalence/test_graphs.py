@@ -119,6 +119,19 @@ def test_rows_by_graph_are_what_launched_ones_are(rows: int, monkeypatch: pytest
 
 
 @pytest.mark.local
+def test_a_prompt_whose_last_chunk_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That row's token is the prompt's, not the newest of its sequence, as decode rows' are."""
+    found = []
+    for record in (None, rerun):
+        with monkeypatch.context() as patch:
+            found.append(answered(record, [61], 20, [SCORED], random.Random(5), patch))
+    (_, tokens, _, launched), (_, got, _, replays) = found
+    assert not launched and got == tokens
+    prompts = sum(count for (_, pages, _), count in replays.items() if not pages)
+    assert prompts == 4, "all chunks"
+
+
+@pytest.mark.local
 @pytest.mark.parametrize("kind", ["likeliest", "drawn", "some narrowed"])
 def test_tokens_sampled_in_a_graph_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy rows, seeded draws beside them, and steps in which one row needs the host; answers end one by

@@ -28,7 +28,7 @@ from coserve.core.row_buckets import GRAPHS, graph_rows
 from coserve.kernels.lora.dispatch import make_row_slots
 from coserve.kernels.row_tiles import RowTiles, list_tiles, most_tiles
 from coserve.memory.exhausted import is_out_of_memory
-from coserve.worker.sequence_table import DeviceRows
+from coserve.worker.sequence_table import NEWEST, DeviceRows
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +145,8 @@ class PassGraphs:
         """Gives the hidden rows [1, bucket, width] of a pass when called, or the tokens [bucket] that it
         samples, valid until the next one is run. None where the model's work cannot be captured, or has not
         been yet."""
-        decodes = len(rows.counts) == len(rows.positions)
+        # A chunk of a prompt may have one row, too, whose token is not the sequence's newest.
+        decodes = all(token == NEWEST for token in rows.tokens)
         bucket = graph_rows(len(rows.positions))
         pages = 0
         if decodes and len(rows.positions) <= ROWS[-1]:
