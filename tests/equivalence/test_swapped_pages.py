@@ -18,6 +18,7 @@ from torch import Tensor
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.schedule import swap_tier
+from coserve.schedule.cost import CostModel
 from coserve.schedule.swap_tier import Rate
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
@@ -34,6 +35,7 @@ def moves_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier as fast as guessed: on a busy machine a tiny model computes its tokens sooner than a page moves,
     and nothing would be moved after the first step that measures it."""
     monkeypatch.setattr(Rate, "observe", lambda *_: None)
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
 
 
 @dataclass(frozen=True)
