@@ -25,7 +25,8 @@ from coserve.executors.remote import RemoteExecutor
 from coserve.model import load
 from coserve.model.base import Base
 from coserve.model.chain import Chain
-from coserve.train import backward
+from coserve.train import backward, updating
+from coserve.train.session import TrainingSession
 from coserve.train.tail import Tail
 from coserve.train.window_group import ForwardWindow
 from coserve.worker import training_passes
@@ -33,6 +34,7 @@ from coserve.worker.fused_pass import FusedPass
 from coserve.worker.inference import InferenceBatch
 from coserve.worker.opening import open_remote
 from coserve.worker.sampler import Sampler
+from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.worker import Worker
 from forking import forked
 from models import MIXTURES, Exact
@@ -204,7 +206,9 @@ def shortages(part: str, after: int, times: int, between: int) -> Iterator[Calla
 
 POISON = 61  # the first token of a prompt whose answer fails in the middle of a pass; others have none
 PASSED = 4  # tokens of such an answer that are fed back before that
+UNNOTED = 60  # the first token of a prompt whose answer fails where its token is noted
 POISONED = {"early": 0, "late": 2}  # jobs that fail on their way forward, after so many micro-batches
+UNSTEPPED = {"unstepped": 1, "unpublished": 2}  # jobs that fail in an optimizer step, after so many
 _SEEN: dict[str, set[int]] = {}  # keys of the micro-batches of such jobs
 
 
@@ -227,8 +231,10 @@ class PoisonedWindow(ForwardWindow):
 
 
 def plant_errors(patch: Callable[[object, str, Any], object]) -> None:
-    """Has rows of `POISON` and of `POISONED` jobs raise errors."""
+    """Has rows of `POISON` and of `POISONED` jobs raise errors, and tokens of `UNNOTED` and steps of
+    `UNSTEPPED` jobs."""
     plain_batch, plain_window = FusedPass._batch, training_passes._forward_window
+    plain_noted, plain_norms, plain_published = SequenceTable.sampled, updating._norms, updating._published
 
     def batch(fused: FusedPass, segments: Sequence[InferenceSegment], *rest: Any) -> InferenceBatch:
         made = plain_batch(fused, segments, *rest)
@@ -245,6 +251,28 @@ def plant_errors(patch: Callable[[object, str, Any], object]) -> None:
         seen.add(segment.key)
         return PoisonedWindow(**_fields(made)) if len(seen) > passed else made
 
+    def noted(table: SequenceTable, keys: Sequence[int], *rest: Any) -> list[int]:
+        own = [table[key] for key in keys]
+        if any(one.request.prompt[0] == UNNOTED and len(one.output) > PASSED for one in own):
+            raise ValueError("planted")
+        return plain_noted(table, keys, *rest)
+
+    def expect(session: TrainingSession, kind: str) -> None:
+        if session.job.partition(" ")[0] == kind and session.step == UNSTEPPED[kind]:
+            raise ValueError("planted")
+
+    def norms(due: Sequence[updating.Due], *rest: Any) -> list[float]:
+        for session, _ in due:
+            expect(session, "unstepped")
+        return plain_norms(due, *rest)
+
+    def published(session: TrainingSession, *rest: Any) -> Any:
+        expect(session, "unpublished")
+        return plain_published(session, *rest)
+
+    patch(SequenceTable, "sampled", noted)
+    patch(updating, "_norms", norms)
+    patch(updating, "_published", published)
     patch(FusedPass, "_batch", batch)
     patch(training_passes, "_forward_window", window)
 

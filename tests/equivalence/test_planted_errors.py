@@ -1,5 +1,6 @@
-"""Errors other than a lack of memory in passes that several share: whoever is the cause fails with its error
-alone, and all others have the answers, the losses and the weights of a run without it."""
+"""Errors other than a lack of memory in what several share, passes, tokens and optimizer steps: whoever is
+the cause fails with its error alone, and all others have the answers, the losses and the weights of a run
+without it."""
 
 import random
 import secrets
@@ -16,9 +17,10 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingCo
 from coserve.errors import InternalError, JobError
 from coserve.model.chain import Chain
 from coserve.schedule.cost import CostModel
+from coserve.train import updating
 from coserve.train.example import Example
 from coserve.worker.inference import InferenceBatch
-from forked_executors import PASSED, POISON, POISONED, fork_executors, plant_errors
+from forked_executors import PASSED, POISON, POISONED, UNNOTED, UNSTEPPED, fork_executors, plant_errors
 from models import tiny, with_lora
 
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -28,6 +30,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 SETTINGS = TrainingConfig(batch_size=2, rows=64, learning_rate=1e-3)
 
 Answer = tuple[list[int], list[float]]
+FAILING = {**POISONED, **UNSTEPPED}
+CAUSES = {3: POISON, 4: UNNOTED}  # first tokens of the answers that fail
 
 
 @dataclass(frozen=True)
@@ -46,23 +50,23 @@ def run(seed: int, folder: Path, poisoned: bool, count: int, **fields: Any) -> O
     engine = Engine(tiny("llama", torch.float64), config)
     engine.adapters.load("lora", folder)
     jobs, answers, errors = [], [], list[str]()
-    for name in ("one", *POISONED, "two"):
+    for name in ("one", *FAILING, "two"):
         drawn = [[draws.randrange(3, 60) for _ in range(draws.randint(4, 30))] for _ in range(8)]
         data = [Example((*tokens,), (*tokens[1:], -100)) for tokens in drawn]
-        if name not in POISONED or poisoned:
+        if name not in FAILING or poisoned:
             jobs.append(engine.finetune(data, name, LoRAConfig(rank=4), SETTINGS, job=f"{name} {seed}"))
     for number in range(count):
         prompt = [draws.randrange(3, 60) for _ in range(draws.randint(2, 20))]
-        if number == 3:
-            prompt = [POISON, *prompt]
+        if number in CAUSES:
+            prompt = [CAUSES[number], *prompt]
         sampling = SamplingParams(max_tokens=10, ignore_eos=True, seed=number, **SAMPLING[number % 2])
-        if number != 3 or poisoned:
+        if number not in CAUSES or poisoned:
             adapter = (None, "lora")[number % 2]
             answers.append(engine.generate(prompt, adapter=adapter, sampling=sampling))
     engine.run()
     found, ended = list[Answer](), list[tuple[list[float], Tensor]]()
     for answer in answers:
-        if answer.sequence.request.prompt[0] == POISON:
+        if answer.sequence.request.prompt[0] in CAUSES.values():
             with pytest.raises(InternalError) as failed:
                 answer.result()
             errors.append(str(failed.value))
@@ -72,11 +76,11 @@ def run(seed: int, folder: Path, poisoned: bool, count: int, **fields: Any) -> O
             found.append((done.tokens, [one.chosen for one in done.logprobs]))
     for job in jobs:
         name = job.job.partition(" ")[0]
-        if name in POISONED:
+        if name in FAILING:
             with pytest.raises(JobError) as failed_job:
                 job.result()
             errors.append(str(failed_job.value))
-            assert len(job.history) == POISONED[name], "steps before it"
+            assert len(job.history) == FAILING[name], "steps before it"
             continue
         own = engine.adapters.weights(job.adapter).parameters()
         weights = torch.cat([own[name].flatten() for name in sorted(own)])
@@ -112,8 +116,10 @@ def test_only_who_is_the_cause_fails(mode: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(Chain, "forward", noted)
     found = run(seed, tmp_path, True, **plain, executor="remote" if mode == "remote" else "local")
     assert found.errors == [
-        *["the request failed: ValueError: planted"] * asks,
-        *(f"job {name} {seed} failed: ValueError: planted" for name in POISONED),
+        *["the request failed: ValueError: planted"] * (len(CAUSES) * asks),
+        *(f"job {name} {seed} failed: ValueError: planted" for name in (*POISONED, "unstepped")),
+        f"job unpublished {seed}: an optimizer step failed: ValueError: planted; "
+        "the adapter stays at version unpublished@2",
     ]
     if mode != "remote":  # whose passes are in another process
         assert (0, 1) in together, "a window alone"
@@ -127,3 +133,22 @@ def test_only_who_is_the_cause_fails(mode: str, monkeypatch: pytest.MonkeyPatch,
         assert own_job[0] == (other_job[0] if exactly else pytest.approx(other_job[0], rel=1e-9))
         bounds = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-7, "atol": 1e-10}
         torch.testing.assert_close(own_job[1], other_job[1], **bounds)
+
+
+@pytest.mark.local  # changes code that runs steps
+def test_an_error_within_joint_steps_fails_those_who_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=128, page_size=4))
+    data = [Example((5, 6, 7), (6, 7, -100))] * 2
+    plain = updating.step
+
+    def fails_once(*given: Any) -> None:
+        monkeypatch.setattr(updating, "step", plain)
+        raise ValueError("planted")
+
+    monkeypatch.setattr(updating, "step", fails_once)
+    torn = [engine.finetune(data, name, LoRAConfig(rank=2), SETTINGS) for name in ("one", "two")]
+    engine.run()
+    assert [str(job.error).partition(";")[0].partition(": ")[2] for job in torn] == [
+        "an optimizer step failed: ValueError: planted"
+    ] * 2
+    assert engine.finetune(data, "three", LoRAConfig(rank=2), SETTINGS).result().history

@@ -52,16 +52,20 @@ def words_of(error: BaseException) -> str:
 def shared() -> Iterator[None]:
     """Surrounds work that several share. Raises TogetherFailed where memory runs out."""
     short: list[str] = []
-    with exhaustion(short.append):
+    try:
         yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        short.append(words_of(error))
     if short:  # after the error, whose frames hold their tensors
         raise TogetherFailed(short[0])
 
 
 @contextmanager
 def together(what: str) -> Iterator[list[str]]:
-    """Surrounds a pass of `what`, which several share. Raises TogetherFailed where memory runs out. Where the
-    pass fails for another reason, which is in the log, it ends, and the list that this gives has its words:
+    """Surrounds `what`, which several share. Raises TogetherFailed where memory runs out. Where it
+    fails for another reason, which is in the log, it ends, and the list that this gives has its words:
     one of those who share it fails alone as well."""
     failed: list[str] = []
     try:
@@ -94,15 +98,3 @@ def failing_alone(
             failure = contained(error, what, kind)
     if failure is not None:  # after the error, whose frames hold their tensors
         fail(failure)
-
-
-@contextmanager
-def exhaustion(tell: Callable[[str], object]) -> Iterator[None]:
-    """Surrounds work for one alone: where memory runs out it ends, and `tell` is given the allocator's
-    words."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        tell(words_of(error))

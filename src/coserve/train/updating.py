@@ -9,22 +9,23 @@ import torch
 from torch import Tensor
 
 from coserve.core.plan import OptimStep, Updated
-from coserve.errors import JobError
-from coserve.memory.exhausted import exhaustion
+from coserve.errors import CoserveError, JobError
+from coserve.memory.exhausted import failing_alone
 from coserve.train.master_weights import MasterWeights
 from coserve.train.optim import norms, step
 from coserve.train.session import TrainingSession
 
 _ADDED: Final = 1e-6  # to a norm that gradients are divided by, as torch does
+_STEP: Final = "an optimizer step"
 
 Due = tuple[TrainingSession, OptimStep]
 
 
 def update_all(due: Sequence[Due]) -> list[Updated | JobError]:
     """Steps the optimizers of sessions whose weights have room; returns each outcome. A step that is not
-    finite fails its own session alone: published versions and other sessions do not change. Where memory runs
-    out before anything has changed its error is raised; later it fails the sessions, whose weights may be
-    between two steps."""
+    finite fails its own session alone: published versions and other sessions do not change. An error is
+    raised where nothing has changed yet; a later one fails the sessions, whose weights may be between two
+    steps."""
     if not due:
         return []
     losses = due[0][0].weights.losses([session.loss_so_far() for session, _ in due])
@@ -35,8 +36,8 @@ def update_all(due: Sequence[Due]) -> list[Updated | JobError]:
     finite = [math.isfinite(loss) and math.isfinite(n) for loss, n in zip(losses, of_gradients, strict=True)]
     stepping = [one for one, is_finite in zip(due, finite, strict=True) if is_finite]
     _clip([(u, g, n) for (_, u), g, n in zip(due, gradients, of_gradients, strict=True) if math.isfinite(n)])
-    torn: dict[str, str] = {}  # jobs whose weights may be between two steps, and the allocator's words
-    with exhaustion(lambda words: torn.update((session.job, words) for session, _ in stepping)):
+    torn: dict[str, CoserveError] = {}  # why weights of these jobs may be between two steps
+    with failing_alone(_STEP, lambda error: torn.update((session.job, error) for session, _ in stepping)):
         step([(s.weights.optimizer, update.optimizer, update.learning_rate) for s, update in stepping])
         _write([session.weights for session, _ in stepping])
     found: list[Updated | JobError] = []
@@ -45,12 +46,11 @@ def update_all(due: Sequence[Due]) -> list[Updated | JobError]:
             found.append(session.not_finite(f"the loss became {loss} (gradient norm {norm})"))
             continue
         if session.job not in torn:
-            with exhaustion(partial(torn.__setitem__, session.job)):
+            with failing_alone(_STEP, partial(torn.__setitem__, session.job)):
                 found.append(_published(session, loss, norm, update.learning_rate))
         if session.job in torn:
-            what = f"memory ran out within an optimizer step ({torn[session.job]})"
             stays = f"the adapter stays at version {session.weights.current.key}"
-            found.append(JobError(f"job {session.job}: {what}; {stays}"))
+            found.append(JobError(f"job {session.job}: {torn[session.job]}; {stays}"))
     return found
 
 

@@ -25,7 +25,7 @@ from coserve.core.plan import (
     TrainingSegment,
 )
 from coserve.kernels.native.build import torch_only
-from coserve.memory.exhausted import shared, together
+from coserve.memory.exhausted import together
 from coserve.model import fixed
 from coserve.model.batch import FusedRows, LayerCalls
 from coserve.model.fixed import ROWS, FixedRows, Ranged
@@ -72,14 +72,9 @@ class DeterministicPass(FusedPass):
         """See `FusedPass`. No window shares a pass."""
         if plan.alone is PassesAlone.ALL:
             return self._one_by_one(plan.inference), []
-        drawn: list[Drawn] = []
-        with together("a pass that several share") as failed:
-            drawn += self._drawn(plan.inference)
-        if failed:
-            return self._one_by_one(plan.inference), []
-        with shared():
-            found = self.sampler.note(drawn)
-        return found, []
+        with together("a pass that several share"):
+            return self.sampler.note(self._drawn(plan.inference)), []
+        return self._one_by_one(plan.inference), []
 
     def _drawn(self, segments: Sequence[InferenceSegment]) -> list[Drawn]:
         self._begun.clear()

@@ -127,8 +127,11 @@ class FusedPass:
         if failed:
             trained = self._training.run(plan.fused, plan.slice_layers, self.forward, alone=True)
             return self._one_by_one(plan.inference), trained
-        with shared():
+        with together("the tokens of several requests") as failed:
             found = self.sampler.note(drawn)
+        if failed:  # and nothing is noted
+            return self._one_by_one(plan.inference), trained
+        with shared():
             for graph in graphs:
                 if graph.samples:  # not before the others, which may fail and pass again
                     found |= self.sampler.sampled_rows(graph.segments, graph.replay())

@@ -1,11 +1,12 @@
 """A step's training: windows in slices forward, through the tail and back, and optimizer steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from coserve.core.plan import MicroBatchOutput, OptimStep, TrainingSegment, Updated
 from coserve.core.sequence import Direction
 from coserve.errors import CoserveError, JobError, TogetherFailed
-from coserve.memory.exhausted import shared
+from coserve.memory.exhausted import together
 from coserve.train.backward import BackwardWindow
 from coserve.train.micro_batch import MicroBatchState
 from coserve.train.pause import TrainingPause
@@ -71,10 +72,9 @@ class TrainingPasses:
                 session.weights.make_room()
                 due.append((session, update))
         outcomes: list[Updated | JobError] = []
-        try:
-            with shared():
-                outcomes += update_all(due)
-        except TogetherFailed:  # and nothing has changed
+        with suppress(TogetherFailed), together("optimizer steps of several jobs"):
+            outcomes += update_all(due)
+        if not outcomes:  # and nothing has changed
             for one in due:
                 with short.of(one[0].job):
                     outcomes += update_all([one])
