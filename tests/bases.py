@@ -17,7 +17,6 @@ from coserve.core.plan import BasePlan, StepPlan, StepResult
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.engine.completion import Completion
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.executors.step_executor import StepExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
@@ -30,6 +29,7 @@ from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapping import Swapping
 from models import letter_tokenizer, tiny
+from scripted_executor import ScriptedExecutor
 
 PAGE = 4
 SMALL, WIDE = "base", "wide"  # ids of the two bases

@@ -12,7 +12,6 @@ from coserve.core.events import StepDone
 from coserve.core.plan import BasePlan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -20,6 +19,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.policies import Policy, make_policy
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor
 from steps import apply
 
 DEPTH, PAGE = 2, 4

@@ -1,7 +1,7 @@
 """Group `metered`: answers and training on a device of an H200's seconds, with the real scheduler and host.
 
-There is no model: an executor sleeps for as long as the device would take (`coserve.simulate.metered`). What
-is measured is whether plans keep bounds on real time, how much training is left, and how much of the host's
+There is no model: an executor sleeps for as long as the device would take (`metered_machine.py`). What is
+measured is whether plans keep bounds on real time, how much training is left, and how much of the host's
 time the device waits for.
 """
 
@@ -11,15 +11,15 @@ from statistics import median
 from typing import Final
 
 from coserve.core.request import SLO
-from coserve.simulate.gpu_times import GpuTimes
 from coserve.simulate.intervals import percentile
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import MachineSettings
-from coserve.simulate.metered import MeteredMachine
 from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.mixes import ENDLESS
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, poisson_requests
 from coserve_benchmarks.gpu.sizes import GpuSizes
+from coserve_benchmarks.gpu_times import GpuTimes
+from coserve_benchmarks.metered_machine import MeteredMachine
 from coserve_benchmarks.ours import Bench
 
 CAPACITY: Final = 4217.0  # output tokens/s: `coserving.capacity` of docs/results/gpu.md

@@ -54,7 +54,6 @@ RESULTS: Final[Mapping[str, Presented]] = {
         "docs/results/policies.md",
         (
             *(f"src/coserve/{room}" for room in ("core", "schedule", "workload")),
-            "src/coserve/executors/virtual_clock.py",
             "src/coserve/simulate",
             *_LOADS,
             *_bench("policies", "simulated.py", "timing.py"),
@@ -67,9 +66,7 @@ RESULTS: Final[Mapping[str, Presented]] = {
             *_FINETUNE,
             *_LOADS,
             *_bench("blocking.py", "coserving.py", "inference.py", "metered.py", "outside", "remote.py"),
-            *_bench("slowdown.py", "stepping.py", "gpu/sizes.py"),
-            "src/coserve/simulate/gpu_times.py",
-            "src/coserve/simulate/metered.py",
+            *_bench("slowdown.py", "stepping.py", "gpu/sizes.py", "gpu_times.py", "metered_machine.py"),
         ),
     ),
     "gpu.json": Presented("docs/results/gpu.md", (*_ENGINE, *_MEASURING, *_bench("gpu"))),

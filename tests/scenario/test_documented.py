@@ -24,7 +24,7 @@ NOT_RUN: Final = {
     ("docs/results/", "coserve demo"): "minutes; tests/unit/demo runs it with less",
     ("docs/results/", ".venv/bin/coserve bench"): "minutes each; tests/unit/benchmarks runs parts of each",
     ("docs/results/", "coserve bench"): "minutes each; tests/unit/benchmarks runs parts of each",
-    ("docs/results/", "python -m coserve.demo.page"): "writes a page of docs",
+    ("docs/results/", "python -m coserve_benchmarks.demo_page"): "writes a page of docs",
     ("docs/results/", "coserve plan gpt2"): "needs a network",
     ("docs/results/", "pytest "): "tests, some of hours",
     ("docs/results/", "COSERVE_"): "tests, some of hours",

@@ -5,13 +5,13 @@ import pytest
 from coserve.core.plan import BasePlan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor
 
 DEPTH = 8
 ROW = 1e-4  # seconds that a prompt row adds to a step, in the cost model as it is before any measurement

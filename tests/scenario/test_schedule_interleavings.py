@@ -12,7 +12,6 @@ from coserve.core.plan import BasePlan, BaseResult, InferenceSegment
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import OutOfPages
-from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -22,6 +21,7 @@ from coserve.schedule.policies import POLICIES, make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swapping import Swapping
 from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_result
+from scripted_executor import ScriptedExecutor, next_token, virtual_tokens
 
 DEPTH, PAGE, VOCABULARY, EOS = 3, 3, 13, 2
 OPTIMIZER_STEPS = 2

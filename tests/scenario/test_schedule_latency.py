@@ -9,7 +9,6 @@ from coserve.core.events import StepDone
 from coserve.core.plan import BasePlan, TrainingSegment
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule import training_queue
 from coserve.schedule.base_cache import BaseCache
@@ -18,6 +17,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.training_queue import starved
+from scripted_executor import ScriptedExecutor
 from steps import step_plan
 
 DEPTH = 16

@@ -9,7 +9,6 @@ from msgspec import structs
 from coserve.core.events import StepDone
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -17,6 +16,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.newcomers import SLOWER
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor
 
 DEPTH, PAGE = 12, 16
 ROUNDING = 1e-9

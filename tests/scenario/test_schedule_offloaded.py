@@ -7,7 +7,6 @@ import pytest
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, OffloadReads
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -16,6 +15,7 @@ from coserve.schedule.offloading import Offloading
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swapping import Swapping
+from scripted_executor import ScriptedExecutor
 
 PAGE, READ = 4, 1e-3  # seconds to read one offloaded token
 

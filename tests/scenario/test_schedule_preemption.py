@@ -7,13 +7,13 @@ import pytest
 
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Sequence
-from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor, next_token, virtual_tokens
 
 PAGE, VOCABULARY = 4, 1000
 

@@ -6,13 +6,13 @@ from coserve.core.events import StepDone
 from coserve.core.plan import BasePlan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor
 
 DEPTH = 8
 

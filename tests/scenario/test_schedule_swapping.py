@@ -8,7 +8,6 @@ import pytest
 from coserve.core.plan import SwapIn, SwapOut
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Sequence
-from coserve.executors.scripted import ScriptedExecutor, next_token
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -17,6 +16,7 @@ from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapping import Swapping
+from scripted_executor import ScriptedExecutor, next_token
 from steps import apply
 
 PAGE, FAST, SLOW = 4, 1e-6, 1e-1  # seconds a page; a row takes 1e-4

@@ -9,13 +9,13 @@ from coserve.core.events import StepDone
 from coserve.core.plan import BasePlan
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor
 
 DEPTH, ROWS = 16, 512
 # Seconds per unit. The processor is 255M parameters on two cores, rounded from a calibration: 32 rows through

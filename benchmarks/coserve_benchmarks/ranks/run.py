@@ -16,11 +16,11 @@ from coserve.engine.engine import Engine
 from coserve.executors.executor import ReadMemory
 from coserve.executors.remote import RemoteExecutor
 from coserve.plan.link_trial import measured_link
-from coserve.simulate.bubbles import fleet_of_stages, measure_bubbles
 from coserve.workload.requests import fixed_prompts
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
+from coserve_benchmarks.ranks.bubbles import fleet_of_stages, measure_bubbles
 from coserve_benchmarks.ranks.candidates import (
     RANKS,
     Sizes,

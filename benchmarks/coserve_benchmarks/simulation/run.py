@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any, Final
 
 from coserve.core.request import SLO
-from coserve.simulate.growth import growth
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
 from coserve.simulate.outcome import figures_of
 from coserve.simulate.runs import FleetSettings, Simulator
@@ -18,6 +17,7 @@ from coserve.workload.shapes import shape_named
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
+from coserve_benchmarks.simulation.growth import growth
 from coserve_benchmarks.simulation.papers import (
     blockllm,
     blockllm_cluster,

@@ -1,6 +1,6 @@
 """An executor without a model: plans take the seconds that a model of hardware gives them.
 
-Unlike `ScriptedExecutor` it checks nothing and remembers little, for runs of millions of steps; every token
+It checks nothing of plans and remembers little, for runs of millions of steps; every token
 is 0. It loads no torch unless it is asked for its `spec`.
 """
 
@@ -24,8 +24,8 @@ from coserve.core.plan import (
 )
 from coserve.core.row_buckets import EXACT
 from coserve.core.sequence import Direction
-from coserve.executors.virtual_clock import VirtualClock, told
 from coserve.schedule.overlap import ALONE, Overlap
+from coserve.simulate.virtual_clock import VirtualClock, told
 
 if TYPE_CHECKING:
     from coserve.executors.executor import Command, ExecutorSpec, R

@@ -10,7 +10,6 @@ from coserve.core.request import SLO
 from coserve.engine.arrivals import Arrivals
 from coserve.engine.engine import Engine
 from coserve.errors import ConfigError
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.schedule.config import SchedulerConfig
 from coserve.simulate.driven import announced
 from coserve.simulate.intervals import interval, percentile, ratio_of_means, share_interval
@@ -22,6 +21,7 @@ from coserve_benchmarks.policies import instead, run
 from coserve_benchmarks.results import BARS, Bar, Results
 from coserve_benchmarks.settings import FULL
 from coserve_benchmarks.timing import OF_REQUESTS, OF_ROUNDS, Timing, alternate, ratio_of, speedup
+from scripted_executor import ScriptedExecutor
 from waiting import PATIENCE
 
 

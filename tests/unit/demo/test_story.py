@@ -23,12 +23,12 @@ from coserve.core.compact import compact_json, rounded
 from coserve.demo import lessons, score, story, tables
 from coserve.demo.figures import StepLoss
 from coserve.demo.lessons import TASKS, from_file, new_tasks
-from coserve.demo.page import read_runs
 from coserve.demo.story import Options, Story
 from coserve.demo.view import make_view
 from coserve.errors import DataError, ServerError
 from coserve.kernels.cpu import choose_dtype
 from coserve.train.example import IGNORED, Example
+from coserve_benchmarks.demo_page import read_runs
 
 
 @pytest.fixture(scope="module")

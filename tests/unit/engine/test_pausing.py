@@ -21,13 +21,13 @@ from coserve.engine.arrivals import Arrivals
 from coserve.engine.completion import Completion
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Received
 from coserve.errors import TogetherFailed
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.schedule.policies.base import INFINITE, Allowance, View
 from coserve.train.example import Example
 from coserve.train.pause import LayerAbandoned, TrainingPause
 from coserve.train.save_policy import SavePolicy
 from coserve.wire.messages import Acknowledge
 from models import tiny
+from scripted_executor import ScriptedExecutor
 from steps import run_steps_by
 
 pytestmark = pytest.mark.local

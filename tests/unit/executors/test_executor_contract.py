@@ -47,23 +47,23 @@ from coserve.executors.executor import (
     SetLimits,
 )
 from coserve.executors.remote import RemoteExecutor
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.executors.step_executor import StepExecutor
-from coserve.executors.virtual_clock import VirtualClock
 from coserve.memory.ledger import Account
 from coserve.model.load import load_base
 from coserve.schedule.cost import CostModel
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
-from coserve.simulate.metered import MeteredExecutor
 from coserve.simulate.pipelined import PipelinedExecutor, StageSeconds
 from coserve.simulate.simulated import SimulatedExecutor
+from coserve.simulate.virtual_clock import VirtualClock
 from coserve.streamed.load import load_streamed
 from coserve.train.session import SessionConfig
 from coserve.train.state import Identity
 from coserve.worker.deterministic import DeterministicWorker
 from coserve.worker.opening import Opened, open_local, open_remote
+from coserve_benchmarks.metered_machine import MeteredExecutor
 from forked_executors import fork_executors, run_short_here, short_memory
 from models import save, tiny
+from scripted_executor import ScriptedExecutor
 from steps import step_plan
 
 PAGE = 8

@@ -6,8 +6,8 @@ from bases import SMALL, WIDE, scripted
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, StepPlan
 from coserve.core.request import Request, SamplingParams
 from coserve.errors import WeightsUnreadable
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.executors.step_executor import StepExecutor
+from scripted_executor import ScriptedExecutor
 
 
 def answers(*keys: int) -> BasePlan:

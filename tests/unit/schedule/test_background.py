@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from coserve.core.request import Request, SamplingParams
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.background import SLOWER
 from coserve.schedule.base_cache import BaseCache
@@ -15,6 +14,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor
 from steps import step_result
 
 PAGE, STEP, TURNS, BATCH = 4, 0.002, 120, 12

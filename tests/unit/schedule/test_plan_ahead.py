@@ -12,7 +12,6 @@ from coserve.core.plan import InferenceSegment
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.errors import LossNotFinite, OffloadFailed, OutOfPages
-from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -21,6 +20,7 @@ from coserve.schedule.offloading import Offloading
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swapping import Swapping
+from scripted_executor import ScriptedExecutor, next_token, virtual_tokens
 
 DEPTH, PAGE, VOCABULARY = 3, 4, 50
 POLICIES = ["hybrid", "adaptive", "temporal:n=3", "enhanced-temporal", "spatial"]

@@ -10,7 +10,6 @@ from coserve.core.events import StepDone
 from coserve.core.plan import OptimStep
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import MicroBatch, Sequence
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -22,6 +21,7 @@ from coserve.schedule.policies.entry import LatestEntry
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.training_queue import QueueEntry
+from scripted_executor import ScriptedExecutor
 from steps import step_costs
 from timetable import COSTS, Ask, Tune, World, table
 

@@ -8,7 +8,6 @@ from bases import LAYERS, SMALL, WIDE, TwoBases, request
 from coserve.core.plan import BasePlan, PassesAlone
 from coserve.core.request import BASE, Request, SamplingParams
 from coserve.core.sequence import MicroBatch
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule import scheduler as module
 from coserve.schedule.base_cache import BaseCache
@@ -16,6 +15,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor
 
 LONG = 10**4  # tokens
 

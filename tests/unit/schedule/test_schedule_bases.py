@@ -8,13 +8,13 @@ from coserve.core.plan import BaseResult, OffloadReads, StepResult, SwapIn, Swap
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.errors import OutOfPages, PromptTooLong
-from coserve.executors.scripted import next_token
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.features import StepFeatures
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.policies.base import INFINITE, Allowance
 from coserve.schedule.training_packer import TrainingPacker
+from scripted_executor import next_token
 
 
 def batch(world: TwoBases, job: str, base: str, rows: int = 64) -> MicroBatch:

@@ -9,7 +9,6 @@ from coserve.core.events import TokenEvent
 from coserve.core.plan import BasePlan
 from coserve.core.request import Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Sequence
-from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -18,6 +17,7 @@ from coserve.schedule.naming import page_name, root
 from coserve.schedule.policies import make_policy
 from coserve.schedule.policies.base import View
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor, next_token, virtual_tokens
 from steps import apply
 
 PAGE = 4

@@ -6,7 +6,6 @@ from coserve.core.plan import BasePlan, Prefix
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.sequence import Sequence
 from coserve.errors import OutOfPages, PromptTooLong
-from coserve.executors.scripted import ScriptedExecutor, next_token, virtual_tokens
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -16,6 +15,7 @@ from coserve.schedule.policies import make_policy
 from coserve.schedule.prefixes import Prefixes
 from coserve.schedule.request_queues import RequestQueues
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor, next_token, virtual_tokens
 
 PAGE = 4
 

@@ -9,13 +9,13 @@ from coserve.core.request import SLO, FinishReason, Request, SamplingParams
 from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import Direction, MicroBatch
 from coserve.errors import ConfigError, LossNotFinite, PromptTooLong
-from coserve.executors.scripted import ScriptedExecutor
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
 from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
+from scripted_executor import ScriptedExecutor
 from steps import apply
 
 DEPTH = 4

@@ -9,8 +9,6 @@ from coserve.core.plan import BasePlan, InferenceSegment, OptimStep, TrainingSeg
 from coserve.core.request import SLO
 from coserve.core.sequence import Direction, Span
 from coserve.errors import ConfigError
-from coserve.simulate.bubbles import LOAD as BUBBLES
-from coserve.simulate.bubbles import fleet_of_stages, measure_bubbles
 from coserve.simulate.counting import PassWork, PlanCounter
 from coserve.simulate.hardware import hardware_named
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
@@ -18,6 +16,8 @@ from coserve.simulate.outcome import figures_of
 from coserve.simulate.runs import FleetSettings, Simulator
 from coserve.simulate.times import RooflineTimes
 from coserve.workload.shapes import shape_named
+from coserve_benchmarks.ranks.bubbles import LOAD as BUBBLES
+from coserve_benchmarks.ranks.bubbles import fleet_of_stages, measure_bubbles
 
 SHAPE = shape_named("13b")
 LOAD = SimulatedLoad(4.0, 4.0, slo=SLO(first_token=5.0, between_tokens=0.2), training=TrainingLoad(2, 1, 512))

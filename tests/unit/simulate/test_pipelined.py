@@ -10,7 +10,6 @@ from coserve.core.events import StepDone, TokenEvent
 from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.request import SLO, Request
 from coserve.core.sequence import MicroBatch
-from coserve.executors.virtual_clock import VirtualClock
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -20,6 +19,7 @@ from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.pipelined import Pipeline, PipelinedExecutor, StageSeconds
 from coserve.simulate.simulated import SimulatedExecutor
+from coserve.simulate.virtual_clock import VirtualClock
 from coserve.workload.requests import greedy
 
 LAYERS = 8

@@ -11,8 +11,6 @@ from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, TrainingSe
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.executors.executor import Executor
-from coserve.executors.scripted import ScriptedExecutor
-from coserve.executors.virtual_clock import VirtualClock
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
@@ -22,6 +20,8 @@ from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swap_tier import SwapTier
 from coserve.schedule.swapping import Swapping
 from coserve.simulate.simulated import SimulatedExecutor
+from coserve.simulate.virtual_clock import VirtualClock
+from scripted_executor import ScriptedExecutor
 
 LAYERS = 4
 

@@ -1,4 +1,4 @@
-"""Writes runs of the demo into a page of results: `python -m coserve.demo.page docs/results`.
+"""Writes runs of the demo into a page of results: `python -m coserve_benchmarks.demo_page docs/results`.
 
 The page is `demo.md` in that folder. The part between its two marks is replaced by a section for each
 `demo*.json` beside it, as `coserve demo --json` writes it; everything else stays.
@@ -16,7 +16,7 @@ from coserve.demo.picture import svg
 from coserve.demo.tables import Sheet, closing
 from coserve.errors import ConfigError, CoserveError
 
-BEGIN: Final = "<!-- runs: made of demo*.json by python -m coserve.demo.page -->"
+BEGIN: Final = "<!-- runs: made of demo*.json by python -m coserve_benchmarks.demo_page -->"
 END: Final = "<!-- end of runs -->"
 _NONE: Final = "No run is recorded here yet."
 
@@ -80,7 +80,7 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m coserve.demo.page FOLDER")
+        sys.exit("usage: python -m coserve_benchmarks.demo_page FOLDER")
     try:
         main(Path(sys.argv[1]))
     except CoserveError as error:

@@ -7,7 +7,7 @@ import pytest
 
 from coserve.core.request import SLO
 from coserve.schedule.policies import POLICIES
-from coserve.simulate.growth import Backlog, growth
+from coserve_benchmarks.simulation.growth import Backlog, growth
 
 BOUNDS = {"first token": SLO(first_token=30.0), "answer": SLO(end_to_end=500.0, deferral=9.0), "none": SLO()}
 

@@ -6,10 +6,10 @@ import pytest
 
 from coserve.core.compact import compact_json
 from coserve.demo.figures import AdapterFigures, DemoReport, way
-from coserve.demo.page import BEGIN, END, main, read_runs, render
 from coserve.demo.picture import svg
 from coserve.errors import ConfigError
 from coserve.simulate.replay import AnswerTimes, LoadResult
+from coserve_benchmarks.demo_page import BEGIN, END, main, read_runs, render
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 

@@ -7,8 +7,8 @@ import pytest
 from coserve.core.plan import BasePlan, OptimStep
 from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
-from coserve.executors.scripted import ScriptedExecutor, next_token
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
+from scripted_executor import ScriptedExecutor, next_token
 
 SPAN, TAIL = Span(0, 2), Span(2, 3)
 

@@ -1,19 +1,17 @@
 """A machine of predicted seconds in real time."""
 
-import threading
-import time
-
 import pytest
 
 from coserve.core.plan import BasePlan, Passes
 from coserve.core.request import SLO, Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.segments import announce_batches, inference_plan, training_segment
-from coserve.simulate.gpu_times import LAYERS, GpuTimes
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import MachineSettings
-from coserve.simulate.metered import MeteredExecutor, MeteredMachine
 from coserve.workload.requests import TimedJob, TimedRequest
+from coserve_benchmarks import metered_machine
+from coserve_benchmarks.gpu_times import LAYERS, GpuTimes
+from coserve_benchmarks.metered_machine import MeteredExecutor, MeteredMachine
 
 TIMES = GpuTimes()
 
@@ -35,39 +33,64 @@ def forward(layers: int, rows: int = 64, slice_layers: int = 1) -> BasePlan:
     return BasePlan(training=(window,), micro_batches=batches, slice_layers=slice_layers)
 
 
-def test_plans_begin_when_those_before_them_end() -> None:
+class Clock:
+    """A clock that whoever waits moves on, in place of the machine's. At `due[0]` it calls `due[1]`."""
+
+    def __init__(self) -> None:
+        self.now, self.due = 0.0, (float("inf"), lambda: None)
+
+    def sleep(self, seconds: float) -> None:
+        (at, call), end = self.due, self.now + seconds
+        self.now = min(at, end)
+        if at <= end:
+            self.due = (float("inf"), lambda: None)
+            call()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def notify(self) -> None: ...
+
+    wait = sleep
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A busy machine changes nothing: no time passes but what somebody waits for."""
+    made = Clock()
+    monkeypatch.setattr(metered_machine, "clock", lambda: made.now)
+    monkeypatch.setattr(metered_machine, "time", made)
+    monkeypatch.setattr(metered_machine, "Condition", lambda: made)
+    return made
+
+
+def test_plans_begin_when_those_before_them_end(clock: Clock) -> None:
     """Plans that are launched in time follow each other without a break; for a late one the device waits."""
     executor = MeteredExecutor(lambda plan: 0.03)
-    began = time.perf_counter()
     executor.run(forward(1))
-    before = executor.idle
     for plan in (forward(1), forward(1)):
         executor.launch(plan)
     executor.collect()
     executor.collect()
-    assert time.perf_counter() - began >= 0.09
-    ahead, before = executor.idle - before, executor.idle
-    time.sleep(0.02)
+    assert clock.now == pytest.approx(0.09) and executor.idle == pytest.approx(0.0)
+    clock.sleep(0.02)
     executor.run(forward(1))
-    assert ahead < 0.01 and executor.idle - before >= 0.02 - ahead
+    assert clock.now == pytest.approx(0.14) and executor.idle == pytest.approx(0.02)
 
 
-def test_a_pause_stops_training_behind_the_slice_that_the_device_is_at() -> None:
+def test_a_pause_stops_training_behind_the_slice_that_the_device_is_at(clock: Clock) -> None:
     executor = MeteredExecutor(lambda plan: 0.02 * sum(len(segment.span) for segment in plan.training))
-    timer = threading.Timer(0.09, executor.pause_training)
+    clock.due = (0.09, executor.pause_training)
     executor.launch(forward(20))
-    timer.start()
-    began = time.perf_counter()
     result = executor.collect()
-    taken = time.perf_counter() - began
-    timer.join()
     assert result is not None and result.paused
     (ran,) = result.trained
-    assert 5 <= len(ran.span) < 15, "more than the 4 layers that had ended; a busy machine may be late"
-    assert len(ran.span) * 0.02 - 0.01 <= taken and result.seconds == pytest.approx(len(ran.span) * 0.02)
+    assert len(ran.span) == 5, "the 4 layers that had ended, and the one under way"
+    assert clock.now == pytest.approx(0.1) and result.seconds == pytest.approx(0.1)
 
 
-def test_an_arrival_that_was_announced_does_the_same() -> None:
+def test_an_arrival_that_was_announced_does_the_same(clock: Clock) -> None:
     settings = MachineSettings(jitter=Jitter(0.0, 0.0))
     machine = MeteredMachine("hybrid", TIMES, settings, plans_ahead=0)
     machine.start(TimedJob(0.0, "job", ((0,) * 1024,) * 8, 8, epochs=1000, rows=4096))

@@ -28,8 +28,8 @@ from coserve.core.row_buckets import EXACT
 from coserve.core.sequence import Direction, Sequence, Span
 from coserve.errors import CoserveError, OffloadFailed
 from coserve.executors.executor import Command, Executor, ExecutorSpec, R
-from coserve.executors.virtual_clock import VirtualClock, VirtualMove, told
 from coserve.schedule.cost import CostModel
+from coserve.simulate.virtual_clock import VirtualClock, VirtualMove, told
 
 
 def next_token(tokens: Iterable[int], vocabulary: int) -> int:
