@@ -9,9 +9,9 @@ from coserve.schedule.segments import announce_batches, inference_plan, training
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import MachineSettings
 from coserve.workload.requests import TimedJob, TimedRequest
-from coserve_benchmarks import metered_machine
 from coserve_benchmarks.gpu_times import LAYERS, GpuTimes
 from coserve_benchmarks.metered_machine import MeteredExecutor, MeteredMachine
+from ticking import Clock, ticking
 
 TIMES = GpuTimes()
 
@@ -33,36 +33,9 @@ def forward(layers: int, rows: int = 64, slice_layers: int = 1) -> BasePlan:
     return BasePlan(training=(window,), micro_batches=batches, slice_layers=slice_layers)
 
 
-class Clock:
-    """A clock that whoever waits moves on, in place of the machine's. At `due[0]` it calls `due[1]`."""
-
-    def __init__(self) -> None:
-        self.now, self.due = 0.0, (float("inf"), lambda: None)
-
-    def sleep(self, seconds: float) -> None:
-        (at, call), end = self.due, self.now + seconds
-        self.now = min(at, end)
-        if at <= end:
-            self.due = (float("inf"), lambda: None)
-            call()
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def notify(self) -> None: ...
-
-    wait = sleep
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A busy machine changes nothing: no time passes but what somebody waits for."""
-    made = Clock()
-    monkeypatch.setattr(metered_machine, "clock", lambda: made.now)
-    monkeypatch.setattr(metered_machine, "time", made)
-    monkeypatch.setattr(metered_machine, "Condition", lambda: made)
-    return made
+    return ticking(monkeypatch)
 
 
 def test_plans_begin_when_those_before_them_end(clock: Clock) -> None:
