@@ -118,6 +118,17 @@ def proved_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def guessed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has schedulers go by the costs that they guess at first. Those that a busy machine measures, seconds
+    for the steps of a tiny model, would decide what a test looks for: what shares a step, waits or moves."""
+    from coserve.schedule.cost import CostModel
+    from coserve.schedule.swap_tier import Rate
+
+    for learns in (CostModel, Rate):
+        monkeypatch.setattr(learns, "observe", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def forks() -> Iterator[None]:
     """Has the Python processes that tests of a module start begin by a fork (`forking.py`)."""

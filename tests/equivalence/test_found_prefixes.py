@@ -22,6 +22,9 @@ TOLERANCE = 1e-4  # of log-probabilities down to -20, in float32
 Make = Callable[..., Engine]
 
 
+pytestmark = pytest.mark.usefixtures("guessed_costs")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
     """Adapters for a model, by what they are called."""

@@ -41,6 +41,7 @@ def test_every_method_is_in_the_mixture() -> None:
 
 
 @pytest.mark.sample(1)
+@pytest.mark.usefixtures("guessed_costs")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, torch.float32) for name in SHAPES), ("gemma2", torch.float64), ("mixtral", torch.float64)],

@@ -27,8 +27,6 @@ from coserve.errors import AdapterMismatch, AdapterNotFound, ConfigError
 from coserve.executors.local import LocalExecutor
 from coserve.memory.ledger import Account
 from coserve.model.stitched import Stitch, StitchedBase
-from coserve.schedule.cost import CostModel
-from coserve.schedule.swap_tier import Rate
 from coserve.text.tokenizer import load_tokenizer
 from coserve.worker.page_store import PageStore
 from coserve.zoo.layered import LayeredModel
@@ -212,12 +210,10 @@ def test_seconds_of_a_step_are_counted_once(tmp_path: Path) -> None:
     assert all(one.seconds > 0 for result in both for one in result.bases.values())
 
 
+@pytest.mark.usefixtures("guessed_costs")
 def test_prefixes_second_tier_and_long_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages are its own: shared between its requests, moved to the second tier and back, or there as a
     whole."""
-    # Guessed costs decide what is worth copying and reading: those that a busy machine measures may say no.
-    monkeypatch.setattr(Rate, "observe", lambda *_: None)
-    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
     draws = random.Random("tiers of a chain")
     folder, logits = stitched("llama to llama", tmp_path, torch.float64)
     engines = three(

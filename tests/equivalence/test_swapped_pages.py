@@ -18,8 +18,6 @@ from torch import Tensor
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.schedule import swap_tier
-from coserve.schedule.cost import CostModel
-from coserve.schedule.swap_tier import Rate
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
 from coserve.worker import opening, swap_space
@@ -30,12 +28,7 @@ PAGE = 4
 Answer = tuple[list[int], list[float], list[float]]  # tokens, their log-probabilities, the prompt's
 
 
-@pytest.fixture(autouse=True)
-def moves_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier as fast as guessed: on a busy machine a tiny model computes its tokens sooner than a page moves,
-    and nothing would be moved after the first step that measures it."""
-    monkeypatch.setattr(Rate, "observe", lambda *_: None)
-    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("guessed_costs")
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning
 from coserve.errors import EngineLost, WeightsUnreadable
 from coserve.executors.remote import RemoteExecutor
-from coserve.schedule.cost import CostModel
-from coserve.schedule.swap_tier import Rate
 from coserve.streamed.model_files import saved_bytes
 from forked_executors import fork_executors
 from models import Exact, logits_of, prompts, save, tiny
@@ -129,11 +127,9 @@ def test_prefixes_are_shared_within_a_base_alone() -> None:
     assert first[SMALL].tokens != first[WIDE].tokens
 
 
-def test_both_have_the_second_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of both are preempted, move there and back, or lie there as a whole; a tier as fast as
-    guessed, since a tiny model computes its tokens sooner than a page moves."""
-    monkeypatch.setattr(Rate, "observe", lambda *_: None)
-    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
+@pytest.mark.usefixtures("guessed_costs")
+def test_both_have_the_second_tier() -> None:
+    """Sequences of both are preempted, move there and back, or lie there as a whole."""
     few = replace(config(), page_size=4, cache_tokens=72, max_running=12, swap_space="16MiB")
     draws = random.Random("second tier")
     with Exact():
