@@ -63,6 +63,7 @@ def _rate(model: Path, joins: str = "", core: str = "", **variables: str) -> tup
     return int(threads), float(rate)
 
 
+@pytest.mark.slow  # it measures, and trains at full rate for 15 s
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is no limit here")
 def test_a_limit_of_one_core_leaves_the_rate_of_one_thread(tmp_path: Path, quota: str) -> None:
     """Two threads that share the time of one core wait for each other (0.63 to 0.67 of the rate, forced).
