@@ -6,7 +6,7 @@ What arrives here is bounded and valid. Objects in memory are the caller's own, 
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
@@ -48,6 +48,8 @@ BEGINNING_SECONDS: Final = 5.0
 
 Source = str | Path | Iterable[Mapping[str, Any]]
 _R = TypeVar("_R", bound=Record)
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 class Records(Iterator[_R]):
@@ -87,6 +89,16 @@ class Records(Iterator[_R]):
 def place_of(records: Iterable[object], number: int) -> str:
     """The place of the last of some records in an error: in its source, or its number where it has none."""
     return records.place if isinstance(records, Records) else f"example {number}"
+
+
+def each_made(records: Iterable[Given], make: Callable[[Given], Made]) -> Iterator[tuple[Made, str]]:
+    """Yields the outcome of `make` for each record, and the record's place, which a DataError of `make` names."""
+    for number, record in enumerate(records, 1):
+        try:
+            made = make(record)
+        except DataError as error:
+            raise DataError(f"{place_of(records, number)}: {error}") from error
+        yield made, place_of(records, number)
 
 
 def read(

@@ -31,6 +31,7 @@ from coserve.serve.store.quarantine import Suspects
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter
 from coserve.serve.store.store import Store
+from coserve.serve.tasks import beside
 from coserve.serve.training.controller import JobController
 from coserve.serve.training.origins import sweep_origins
 from coserve.serve.webhooks.alerts import Alerts
@@ -217,13 +218,8 @@ def _owner(state: Path) -> str:
 @asynccontextmanager
 async def _leasing(store: Store) -> AsyncIterator[None]:
     """Context in which this server's leases are renewed, and what others change is followed."""
-
-    task = asyncio.create_task(store.leases.keep(), name="leases")
-    try:
+    async with beside(store.leases.keep(), "leases"):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -252,23 +248,17 @@ async def _sweeping(state: State) -> AsyncIterator[None]:
             except CoserveError as error:  # such as a full disk: the next turn tries again
                 log.warning("old records could not be deleted: %s", error)
 
-    task = asyncio.create_task(sweep(), name="retention")
-    try:
+    async with beside(sweep(), "retention"):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager
 async def _adding_up(store: Store) -> AsyncIterator[None]:
     """Context in which the journal of usage is merged every few seconds, and once at its end."""
-    task = asyncio.create_task(store.usage.run(), name="usage")
     try:
-        yield
+        async with beside(store.usage.run(), "usage"):
+            yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         with contextlib.suppress(CoserveError):  # the next start merges it
             await store.usage.merge()
 

@@ -20,6 +20,7 @@ from coserve.serve.answering.fair import FairQueue
 from coserve.serve.answering.meter import AnswerMeter, short
 from coserve.serve.engine.link import SILENT_SECONDS, EngineLink, why_absent
 from coserve.serve.store.records import Tenant
+from coserve.serve.tasks import beside
 from coserve.wire.messages import EngineStats, JobStep
 
 SAMPLE_SECONDS: Final = 1.0
@@ -122,12 +123,10 @@ class Telemetry:
                 await asyncio.sleep(SAMPLE_SECONDS)
                 self.sample()
 
-        task = asyncio.create_task(run(), name="telemetry")
         try:
-            yield
+            async with beside(run(), "telemetry"):
+                yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             self._is_over = True
             self._wake()
 

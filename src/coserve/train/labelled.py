@@ -4,8 +4,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coserve.errors import DataError
-from coserve.jobs.datasets import place_of
+from coserve.jobs.datasets import each_made
 from coserve.jobs.formats import LabelledRecord
 from coserve.text.tokenizer import Tokenizer
 from coserve.train.example import IGNORED, Example, Prepared, digest
@@ -37,16 +36,8 @@ def prepare_labelled(
     kept: list[Example] = []
     desirable: list[bool] = []
     cutter = Cutter(limit)
-    for number, answer in enumerate(answers, 1):
-        try:
-            made = (
-                answer
-                if isinstance(answer, TokenAnswer)
-                else _tokens_of(answer, tokenizer, allow_special_tokens)
-            )
-        except DataError as error:
-            raise DataError(f"{place_of(answers, number)}: {error}") from error
-        for example in cutter.take((made.example,), place_of(answers, number)):
+    for made, place in each_made(answers, lambda one: _tokens_of(one, tokenizer, allow_special_tokens)):
+        for example in cutter.take((made.example,), place):
             kept.append(example)
             desirable.append(made.desirable)
     if len(kept) < 2:
@@ -63,8 +54,10 @@ def prepare_labelled(
 
 
 def _tokens_of(
-    record: LabelledRecord, tokenizer: Tokenizer | None, allow_special_tokens: bool
+    record: TokenAnswer | LabelledRecord, tokenizer: Tokenizer | None, allow_special_tokens: bool
 ) -> TokenAnswer:
+    if isinstance(record, TokenAnswer):
+        return record
     assert tokenizer is not None, "records are text"
     (example,) = encode_answers(
         record.prompt, (record.answer,), tokenizer, allow_special_tokens, record.tools

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from coserve.errors import DataError, TurnsRewritten
-from coserve.jobs.datasets import place_of
+from coserve.errors import TurnsRewritten
+from coserve.jobs.datasets import each_made
 from coserve.jobs.formats import PreferenceRecord
 from coserve.jobs.messages import Message, Tools
 from coserve.text.chat import encode_chat, encode_prompt
@@ -35,18 +35,16 @@ def prepare_pairs(
     place of a record.
     """
     kept, cutter = list[Example](), Cutter(limit)
-    for number, pair in enumerate(pairs, 1):
-        try:
-            made = pair if isinstance(pair, TokenPair) else _tokens_of(pair, tokenizer, allow_special_tokens)
-        except DataError as error:
-            raise DataError(f"{place_of(pairs, number)}: {error}") from error
-        kept += cutter.take((made.chosen, made.rejected), place_of(pairs, number))
+    for made, place in each_made(pairs, lambda one: _tokens_of(one, tokenizer, allow_special_tokens)):
+        kept += cutter.take((made.chosen, made.rejected), place)
     return Prepared(tuple(kept), cutter.counts, digest=digest(kept))
 
 
 def _tokens_of(
-    record: PreferenceRecord, tokenizer: Tokenizer | None, allow_special_tokens: bool
+    record: TokenPair | PreferenceRecord, tokenizer: Tokenizer | None, allow_special_tokens: bool
 ) -> TokenPair:
+    if isinstance(record, TokenPair):
+        return record
     assert tokenizer is not None, "records are text"
     prompt, tools = record.prompt, record.tools
     chosen, rejected = encode_answers(

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from coserve.errors import ConfigError, DataError
-from coserve.jobs.datasets import place_of
+from coserve.errors import ConfigError
+from coserve.jobs.datasets import each_made
 from coserve.jobs.formats import PromptRecord
 from coserve.text.chat import encode_prompt
 from coserve.text.tokenizer import Tokenizer
@@ -41,17 +41,14 @@ def prepare_prompts(
     kept: list[Example] = []
     references: list[Mapping[str, Any]] = []
     cutter = Cutter(limit)
-    for number, prompt in enumerate(prompts, 1):
-        try:
-            made = (
-                prompt
-                if isinstance(prompt, TokenPrompt)
-                else _tokens_of(prompt, tokenizer, allow_special_tokens)
-            )
-            grader.check(made.reference)
-        except DataError as error:
-            raise DataError(f"{place_of(prompts, number)}: {error}") from error
-        if cutter.take_prompt(len(made.tokens), place_of(prompts, number)):
+
+    def tokens_of(prompt: TokenPrompt | PromptRecord) -> TokenPrompt:
+        made = _tokens_of(prompt, tokenizer, allow_special_tokens)
+        grader.check(made.reference)
+        return made
+
+    for made, place in each_made(prompts, tokens_of):
+        if cutter.take_prompt(len(made.tokens), place):
             kept.append(Example(made.tokens, (IGNORED,) * len(made.tokens)))
             references.append(made.reference)
     found = hashlib.sha256(digest(kept).encode())
@@ -59,7 +56,11 @@ def prepare_prompts(
     return Prepared(tuple(kept), cutter.counts, digest=found.hexdigest(), references=tuple(references))
 
 
-def _tokens_of(record: PromptRecord, tokenizer: Tokenizer | None, allow_special_tokens: bool) -> TokenPrompt:
+def _tokens_of(
+    record: TokenPrompt | PromptRecord, tokenizer: Tokenizer | None, allow_special_tokens: bool
+) -> TokenPrompt:
+    if isinstance(record, TokenPrompt):
+        return record
     assert tokenizer is not None, "records are text"
     tokens = encode_prompt(record.messages, tokenizer, allow_special_tokens, record.tools)
     return TokenPrompt(tuple(tokens), record.reference)

@@ -10,6 +10,7 @@ from coserve.errors import CoserveError
 from coserve.serve.artifacts.shared import SharedArtifacts
 from coserve.serve.state import State
 from coserve.serve.store.records import Adapter
+from coserve.serve.tasks import cancel
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS: Final = 1.0  # between two looks for pins of others
@@ -39,9 +40,7 @@ async def following(state: State, artifacts: SharedArtifacts) -> AsyncIterator[N
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         await artifacts.settled()
 
 

@@ -14,6 +14,7 @@ from coserve.serve.answering.fair import Ticket
 from coserve.serve.answering.timing import AnswerTiming
 from coserve.serve.state import State
 from coserve.serve.store.usage import Used
+from coserve.serve.tasks import cancel
 from coserve.wire.logs import context
 from coserve.wire.messages import Token
 from coserve.wire.scores import NONE, Scores
@@ -122,9 +123,7 @@ async def merged(sources: Sequence[PieceStream]) -> PieceStream:
                 item.result()
                 left -= 1
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 async def _one(state: State, call: Call, index: int, ticket: Ticket) -> PieceStream:

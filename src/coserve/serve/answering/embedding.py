@@ -12,6 +12,7 @@ from coserve.serve.answering.fair import Ticket
 from coserve.serve.answering.meter import AnswerMeter
 from coserve.serve.answering.timing import AnswerTiming
 from coserve.serve.state import State
+from coserve.serve.tasks import cancel
 
 
 async def embed(state: State, call: Call) -> list[bytes]:
@@ -26,9 +27,7 @@ async def embed(state: State, call: Call) -> list[bytes]:
             account(state, call, CallUsage(sum(map(len, call.prompts)), 0, 0))
             return found
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
 
 
 async def _one(state: State, call: Call, index: int, ticket: Ticket) -> bytes:

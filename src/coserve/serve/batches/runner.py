@@ -23,6 +23,7 @@ from coserve.serve.store.batches import UNENDED
 from coserve.serve.store.durable import link_files
 from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import BatchRecord, File, JsonObject, Tenant
+from coserve.serve.tasks import cancel
 
 log = logging.getLogger(__name__)
 INPUT: Final = "input.jsonl"
@@ -75,10 +76,7 @@ class Batches:
 
     async def stop(self) -> None:
         """Leaves all batches as they are, for the next server."""
-        tasks = [*self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._tasks.values())
 
     async def add(self, batch: BatchRecord, source: Path) -> None:
         """Makes a batch of an input file, which may be deleted from then on. Raises QuotaExceeded."""
@@ -213,8 +211,7 @@ class Batches:
                 if not running.work.cancelled():
                     running.work.result()
             finally:
-                running.work.cancel()
-                await asyncio.gather(running.work, return_exceptions=True)
+                await cancel(running.work)
         if running.ends:
             await self._threads.run(batch.tenant, self._note_rest, batch, running, input)
 

@@ -28,6 +28,7 @@ from coserve.serve.store.evals import UNFINISHED
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Tenant
+from coserve.serve.tasks import beside, cancel
 from coserve.train.grading.asking import message_template, text_of_content
 from coserve.train.grading.graders import Grader
 
@@ -74,12 +75,8 @@ async def criteria_of(
 @asynccontextmanager
 async def running_evals(state: State) -> AsyncIterator[None]:
     """Context in which runs that are not over go on."""
-    task = asyncio.create_task(_run_all(state), name="evals")
-    try:
+    async with beside(_run_all(state), "evals"):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _run_all(state: State) -> None:
@@ -118,10 +115,7 @@ async def _run_all(state: State) -> None:
             await state.evals_changed.wait()
     finally:
         leases.on_renewed.remove(follow_others)
-        left = [*running.values()]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await cancel(*running.values())
 
 
 async def _claimed(state: State, run: EvalRunRecord) -> bool:
@@ -175,9 +169,7 @@ async def _go_on(state: State, run: EvalRunRecord) -> None:
     try:
         await asyncio.gather(*workers)
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await cancel(*workers)
 
 
 async def _entries(state: State, tenant: Tenant, run: EvalRunRecord) -> Sequence[Entry]:

@@ -9,6 +9,8 @@ from typing import Any, Final, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from coserve.serve.tasks import cancel
+
 T = TypeVar("T")
 _TURN_SECONDS: Final = 0.005
 
@@ -29,9 +31,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             return working.result()
         raise ClientGone
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await cancel(working, leaving)
 
 
 class EventStream(Response):

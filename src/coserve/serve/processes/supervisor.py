@@ -31,6 +31,7 @@ from coserve.serve.processes.watchdog import LOOK_SECONDS, Watchdog
 from coserve.serve.settings import ApiStart, ServerSettings, hot_changes
 from coserve.serve.store.durable import sweep_checkpoints
 from coserve.serve.store.private import OWNER_ONLY
+from coserve.serve.tasks import cancel
 from coserve.wire.control import EngineStart, encode_line
 from coserve.wire.launch import LOW_PRIORITY, RANKS
 
@@ -130,7 +131,7 @@ class Supervisor:
         try:
             return await self._serve_until_told()
         finally:
-            await _cancel(watching)
+            await cancel(watching)
             await self._kill_everything()
             self._settings.socket.unlink(missing_ok=True)
 
@@ -147,7 +148,7 @@ class Supervisor:
                 keeper.result()  # keepers end by raising only
             return status
         finally:
-            await _cancel(engine, api, stop)
+            await cancel(engine, api, stop)
 
     async def _watch(self) -> None:
         """Sends heartbeats to children, and kills those that hang, until cancelled."""
@@ -257,7 +258,7 @@ class Supervisor:
                 end = await child.wait()
             finally:
                 if task is not None:
-                    await _cancel(task)
+                    await cancel(task)
                 self._note_down(child)
             self._down_since[child.name] = time.monotonic()
             pause = record.died_after(time.monotonic() - since)
@@ -348,9 +349,9 @@ class Supervisor:
         await asyncio.wait({drained, hard}, return_when=asyncio.FIRST_COMPLETED)
         if not drained.done():
             self._out.say("stopped at once", "red")
-            await _cancel(drained, hard)
+            await cancel(drained, hard)
             return INTERRUPTED
-        await _cancel(hard)
+        await cancel(hard)
         drained.result()
         if self._unfinished:
             self._out.say(f"stopped, but not in order: {'; '.join(self._unfinished)}", "red")
@@ -365,11 +366,11 @@ class Supervisor:
         if self._stop.is_set():
             answers = f"running answers have {self._settings.drain_seconds:g} s, jobs write checkpoints"
             self._out.say(f"stopping: {answers} (once more to stop at once)" if self._ready else "stopping")
-        await _cancel(api)
+        await cancel(api)
         if self._api is not None:
             patience = self._settings.drain_seconds + CHECKPOINT_SECONDS
             self._note_end(self._api, await self._api.end(patience))
-        await _cancel(engine)
+        await cancel(engine)
         if self._engine is not None:
             self._note_end(self._engine, await self._engine.end(CHECKPOINT_SECONDS))
 
@@ -416,12 +417,6 @@ class Supervisor:
 
     def _hear_signal(self) -> None:
         (self._hard_stop if self._stop.is_set() else self._stop).set()
-
-
-async def _cancel(*tasks: "asyncio.Task[Any]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _make_private(folder: Path) -> None:

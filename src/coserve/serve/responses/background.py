@@ -19,6 +19,7 @@ from coserve.serve.responses.work import ResponseWork, ended, prepared, produced
 from coserve.serve.state import State
 from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import ResponseRecord
+from coserve.serve.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +97,7 @@ class ResponseRuns:
         if run.is_cancelled:
             return await self.wait(row.id)
         run.is_cancelled = True
-        run.task.cancel()
-        await asyncio.gather(run.task, return_exceptions=True)
+        await cancel(run.task)
         writer = restored(row.body.encode()) if run.work is None else run.work.writer
         try:
             if writer.status not in ENDED:
@@ -108,10 +108,7 @@ class ResponseRuns:
 
     async def close(self) -> None:
         """Ends all work; what is unfinished goes on when the server starts again."""
-        tasks = [run.task for run in self._runs.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*(run.task for run in self._runs.values()))
 
     def _start(self, row: ResponseRecord, work: ResponseWork | None) -> None:
         task = asyncio.create_task(self._run(row), name=f"response {row.id}")

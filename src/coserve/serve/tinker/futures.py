@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from coserve.errors import CoserveError
 from coserve.serve.errors import ApiError
+from coserve.serve.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -153,9 +154,7 @@ class Futures:
     async def close(self) -> None:
         """Cancels all work, and waits for its end."""
         tasks = [one.task for own in self._of.values() for one in own.values() if one.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
     async def _run(self, future: TinkerFuture, work: Callable[[TinkerFuture], Awaitable[Payload]]) -> None:
         try:
