@@ -92,7 +92,8 @@ def place_of(records: Iterable[object], number: int) -> str:
 
 
 def each_made(records: Iterable[Given], make: Callable[[Given], Made]) -> Iterator[tuple[Made, str]]:
-    """Yields the outcome of `make` for each record, and the record's place, which a DataError of `make` names."""
+    """Yields the outcome of `make` for each record, and the record's place, which a DataError of `make` then
+    names."""
     for number, record in enumerate(records, 1):
         try:
             made = make(record)
