@@ -82,6 +82,7 @@ def test_a_part_without_time_says_what_it_left_out(place: Place, tmp_path: Path)
     assert not found["figures"] and len(found["notes"]) == len(place.sizes.prompts)
 
 
+@pytest.mark.slow
 def test_every_figure_with_a_bar_is_found_at_the_sizes_of_the_large_shape(
     place: Place, tmp_path: Path
 ) -> None:
