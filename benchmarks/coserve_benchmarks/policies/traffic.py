@@ -10,23 +10,19 @@ from typing import Final
 
 from coserve.core.request import SLO
 from coserve.workload.arrivals import gamma_times, poisson_times, spread_times, steady_times
-from coserve.workload.mixes import (
-    ServedAdapters,
+from coserve.workload.mixes import ServedAdapters, TrainingSpec, WorkloadSettings, make_job, make_requests
+from coserve.workload.requests import Workload
+from coserve.workload.trace_formats import TraceRow
+from coserve.workload.traces import trace_part
+from coserve_benchmarks.policies.mixed import (
     Tier,
-    TrainingSpec,
-    WorkloadSettings,
     assign_tiers,
     describe_adapters,
     describe_bounds,
     describe_lengths,
-    make_job,
-    make_requests,
     make_workload,
     uniform_rows,
 )
-from coserve.workload.requests import Workload
-from coserve.workload.trace_formats import TraceRow
-from coserve.workload.traces import trace_part
 
 SHARES: Final = (0.3, 0.4, 0.3)  # of requests in three tiers of service
 MLP: Final = ("gate_proj", "up_proj", "down_proj")  # the linears that FlexLLM adapts

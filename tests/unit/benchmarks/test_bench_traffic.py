@@ -10,7 +10,7 @@ from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.workload import mixes
 from coserve.workload.requests import Workload
-from coserve_benchmarks.policies import traffic
+from coserve_benchmarks.policies import mixed, traffic
 from recorded import TRACE
 
 GIVEN = mixes.WorkloadSettings(vocabulary=50, seconds=20.0, slo=SLO(end_to_end=2.0), seed=4)
@@ -131,7 +131,7 @@ def test_tiers_have_their_shares_and_bounds() -> None:
 
 
 def test_shares_need_not_add_up_to_one() -> None:
-    kinds = [mixes.Tier("a", 2.0, SLO(deferral=1.0)), mixes.Tier("b", 1.0, SLO(deferral=2.0))]
+    kinds = [mixed.Tier("a", 2.0, SLO(deferral=1.0)), mixed.Tier("b", 1.0, SLO(deferral=2.0))]
     made = traffic.tiers(GIVEN, kinds, rate=0.5, training=SMALL)
     assert Counter(request.slo.deferral for request in made.requests) == {1.0: 7, 2.0: 3}
     with pytest.raises(ConfigError, match="shares"):
