@@ -206,6 +206,7 @@ def shortages(part: str, after: int, times: int, between: int) -> Iterator[Calla
 
 POISON = 61  # the first token of a prompt whose answer fails in the middle of a pass; others have none
 PASSED = 4  # tokens of such an answer that are fed back before that
+NOTED = 7  # tokens of an answer of `UNNOTED` before that: no pass fails in the same step
 UNNOTED = 60  # the first token of a prompt whose answer fails where its token is noted
 POISONED = {"early": 0, "late": 2}  # jobs that fail on their way forward, after so many micro-batches
 UNSTEPPED = {"unstepped": 1, "unpublished": 2}  # jobs that fail in an optimizer step, after so many
@@ -253,7 +254,7 @@ def plant_errors(patch: Callable[[object, str, Any], object]) -> None:
 
     def noted(table: SequenceTable, keys: Sequence[int], *rest: Any) -> list[int]:
         own = [table[key] for key in keys]
-        if any(one.request.prompt[0] == UNNOTED and len(one.output) > PASSED for one in own):
+        if any(one.request.prompt[0] == UNNOTED and len(one.output) == NOTED for one in own):
             raise ValueError("planted")
         return plain_noted(table, keys, *rest)
 

@@ -19,7 +19,7 @@ from coserve.model.chain import Chain
 from coserve.train import updating
 from coserve.train.example import Example
 from coserve.worker.inference import InferenceBatch
-from forked_executors import PASSED, POISON, POISONED, UNNOTED, UNSTEPPED, fork_executors, plant_errors
+from forked_executors import NOTED, PASSED, POISON, POISONED, UNNOTED, UNSTEPPED, fork_executors, plant_errors
 from models import tiny, with_lora
 
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -69,7 +69,8 @@ def run(seed: int, folder: Path, poisoned: bool, count: int, **fields: Any) -> O
             with pytest.raises(InternalError) as failed:
                 answer.result()
             errors.append(str(failed.value))
-            assert len(answer.tokens) == PASSED + 1, "those before it"
+            before = PASSED + 1 if answer.sequence.request.prompt[0] == POISON else NOTED
+            assert len(answer.tokens) == before, "those before it"
         else:
             done = answer.result()
             found.append((done.tokens, [one.chosen for one in done.logprobs]))
