@@ -33,7 +33,7 @@ from coserve.executors.executor import FetchAdapter
 from coserve.executors.remote import RemoteExecutor
 from coserve.train.example import Example
 from coserve.train.save_policy import SavePolicy
-from coserve.wire.plans import encode_result
+from coserve.wire.plans import drawn_of, encode_result
 from forked_executors import fork_executors, short_memory
 from models import tiny
 from recurrent import SHAPES
@@ -181,7 +181,7 @@ class _Told:
         return True
 
     def read(self) -> bytes:
-        return RESULT + encode_result(self.result)
+        return RESULT + drawn_of(self.result) + encode_result(self.result)
 
     failed = None
     process: Any = SimpleNamespace(poll=lambda: None, kill=lambda: None)

@@ -156,6 +156,8 @@ class _SimulationRows:
         found = PAPERS[name](self._quick, _say)
         self._papers[name] = found.as_dict()
         self._results.section(SECTION, self._papers)
+        for key, values in found.series.items():
+            self._results.series(key, values)
         for key, (value, unit) in found.figures.items():
             self._results.figure(key, value, unit)
         for key, row in found.rows.items():

@@ -18,7 +18,8 @@ from coserve.executors.executor import ExecutorSpec
 from coserve.parallel.ranks import Rank
 
 # First byte of a message on the steps' socket. After PLAN come the numbers of the last pause that was asked
-# for and of the last that is withdrawn.
+# for and of the last that is withdrawn; after RESULT a digest of the tokens that were drawn, and the result
+# unless it is the first rank's too.
 PLAN, COMMAND, RESULT, REPLY = b"P", b"C", b"R", b"A"
 FAILED, AGAIN = b"F", b"G"
 AS_IT_IS, NARROWER = b"=", b"<"  # after AGAIN

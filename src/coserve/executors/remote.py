@@ -48,7 +48,7 @@ from coserve.model.base import Base
 from coserve.model.load import load_base
 from coserve.parallel.ranks import Rank, is_stopped
 from coserve.wire.frames import send_frame
-from coserve.wire.plans import decode_result, encode_plan
+from coserve.wire.plans import DRAWN, decode_result, encode_plan
 
 _AHEAD: Final = 16384  # bytes of a plan that surely fit into a socket while the process still runs one
 _SILENCE: Final = 6.0  # seconds without a heartbeat of all ranks; a supervisor's patience is 8
@@ -106,8 +106,6 @@ class RemoteExecutor(WorkerTransport):
         message = PLAN + pauses + encode_plan(plan)
         if len(message) > _AHEAD:  # as in `call`; a process that is stuck does nothing but receive
             self._end_plans(waits=False)
-        self._signs(self.workers)
-        self._beating.clear()  # drops heartbeats of earlier plans
         self._send(message)
         super().launch(plan)
 
@@ -205,22 +203,29 @@ class RemoteExecutor(WorkerTransport):
         for message in messages:
             if message[:1] == FAILED:
                 raise error_named(*msgspec.msgpack.decode(message[1:], type=tuple[str, str]))
-        results = [decode_result(message[1:]) for message in messages]
+        body = 1 + DRAWN
         if self._is_pipeline:
-            return result_of_stages(results)
-        result, *others = results
-        drawn = {key: sampled.token for key, sampled in result.sampled.items()}
-        for worker, other in zip(self.workers[1:], others, strict=True):
-            if drawn != {key: sampled.token for key, sampled in other.sampled.items()}:
+            return result_of_stages([decode_result(message[body:]) for message in messages])
+        for worker, message in zip(self.workers[1:], messages[1:], strict=True):
+            if message[:body] != messages[0][:body]:
                 self.close()
                 raise EngineLost(f"{worker.name} has drawn other tokens than the first one")
-        return result
+        return decode_result(messages[0][body:])
 
     def _next(self, goes_on: Callable[[bytes], bool] = lambda _: True) -> list[bytes]:
         """Waits for the next message of each process; reports heartbeats meanwhile. Returns those that are
         there where one of them says that the others' will not come."""
         found, quiet = dict[WorkerProcess, bytes](), 0.0
         with self._together():
+            for worker in self.workers:  # as the first has answered, the others have: one wait is one wake-up
+                try:
+                    found[worker] = worker.read()
+                except TimeoutError:
+                    self._signs(self.workers)
+                    self._beating.clear()  # drops heartbeats of earlier plans
+                    break
+                if not goes_on(found[worker]):
+                    return [found[worker]]
             while left := [worker for worker in self.workers if worker not in found]:
                 ready = [worker for worker in left if worker.is_there()] or wait_for_any(left)
                 for worker in ready:

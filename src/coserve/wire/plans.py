@@ -4,8 +4,9 @@ Plans are ids, token ids, pages and spans; results are tokens and numbers. Both 
 can change the other's objects.
 """
 
+import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -27,6 +28,7 @@ def _from_builtin(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"{kind.__name__} is no part of a plan or a result")
 
 
+DRAWN: Final = 8  # bytes of `drawn_of`
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
 _plans: msgspec.msgpack.Decoder[BasePlan] = msgspec.msgpack.Decoder(BasePlan)
 _results: msgspec.msgpack.Decoder[BaseResult] = msgspec.msgpack.Decoder(BaseResult, dec_hook=_from_builtin)
@@ -43,6 +45,12 @@ def decode_plan(data: bytes) -> BasePlan:
 
 def encode_result(result: BaseResult) -> bytes:
     return _encoder.encode(result)
+
+
+def drawn_of(result: BaseResult) -> bytes:
+    """A digest of the tokens that were drawn, by which ranks are compared."""
+    drawn = _encoder.encode([(key, sampled.token) for key, sampled in result.sampled.items()])
+    return hashlib.blake2b(drawn, digest_size=DRAWN).digest()
 
 
 def decode_result(data: bytes) -> BaseResult:

@@ -49,7 +49,7 @@ from coserve.model.base import Base
 from coserve.parallel.ranks import join
 from coserve.text.tokenizer import load_tokenizer
 from coserve.wire.frames import FrameReader, send_frame
-from coserve.wire.plans import decode_plan, encode_result
+from coserve.wire.plans import decode_plan, drawn_of, encode_result
 from coserve.worker.opening import open_local
 
 _ALIVE_EVERY: Final = 0.25  # seconds, while a step runs
@@ -79,14 +79,15 @@ class Pauses:
 
 
 class Service:
-    """One worker behind its sockets."""
+    """One worker behind its sockets. Of the results of one that `follows`, as a further rank of several that
+    compute the same, only a digest is sent."""
 
     def __init__(
-        self, base: Base, worker: DeviceWorker, steps: socket.socket, signals: socket.socket
+        self, base: Base, worker: DeviceWorker, steps: socket.socket, signals: socket.socket, follows: bool
     ) -> None:
         self._worker, self._steps, self._signals = worker, steps, signals
         self._codec = Codec(base.frame, base.dtype, base.device)
-        self._pauses, self._ranks = Pauses(worker), base.shards.ranks
+        self._pauses, self._ranks, self._follows = Pauses(worker), base.shards.ranks, follows
         self._alive = 0.0  # time of the last heartbeat
         self._waiting = deque[BasePlan]()  # plans without a result
         self._has_failed = False  # a pass of the oldest of these has, and the host has not asked for it again
@@ -129,7 +130,8 @@ class Service:
                 send_frame(self._steps, FAILED + msgspec.msgpack.encode(fault))
             else:
                 self._waiting.popleft()
-                send_frame(self._steps, RESULT + encode_result(result))
+                body = b"" if self._follows else encode_result(result)
+                send_frame(self._steps, RESULT + drawn_of(result) + body)
 
     def _reply(self, body: bytes) -> bytes:
         """The reply to a command, or any error that it raises: a panic of a Rust library is no `Exception`,
@@ -229,7 +231,8 @@ def _serve(
         return
     send_frame(steps, msgspec.msgpack.encode(ExecutorOpened(opened.executor.spec)))
     assert isinstance(opened.executor, LocalExecutor), "it was opened in this process"
-    Service(opened.base, opened.executor.worker, steps, signals).run(beside)
+    follows = start.rank.number > 0 and config.pipeline_parallel == 1
+    Service(opened.base, opened.executor.worker, steps, signals, follows).run(beside)
 
 
 if __name__ == "__main__":

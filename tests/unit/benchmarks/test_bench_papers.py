@@ -137,11 +137,15 @@ def test_the_policy_is_named_before_and_its_bounds_are_those_of_every_seed(
     monkeypatch.setattr(FlexLLM, "piped", run)
     monkeypatch.setattr(FlexLLM, "coserving", coserving)
     monkeypatch.setattr(flexllm, "LOADS", (HEAVY,))
+    for name in ("memory_series", "case_study"):
+        monkeypatch.setattr(flexllm, name, lambda *_: {})
     found = flexllm.run(False, lambda text: None)
     assert found.figures[f"flexllm.kept[{NAMED}, 0.2, first token within 2 s]"][0] == 0.8
     rows = found.rows
     assert rows["flexllm.kept"].value == pytest.approx(0.82) and rows["flexllm.kept"].interval is not None
     assert rows["flexllm.attainment"].value == 0.95
+    (point,) = found.series["flexllm.fig12[OPT-13B]"]
+    assert point == pytest.approx([0.2 * 50 * 64, 0.8 * 7000, 0.8 * 7000])
     note = rows["flexllm.kept"].note
     assert f"`{NAMED}`, named before" in note and "1.24 ms" in note and "assumed" in note
 

@@ -19,8 +19,10 @@ from coserve.schedule.policies import make_policy
 from coserve.schedule.scheduler import Scheduler
 from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.simulate.simulated import SimulatedExecutor
+from coserve_benchmarks.redraw import redraw
 from coserve_benchmarks.rows_page import render
 from coserve_benchmarks.simulation import real as runs
+from coserve_benchmarks.simulation.papers.flexllm_figures import METHODS, memory_series
 from coserve_benchmarks.simulation.real import Pace, Pair, StepRecorder, Timings
 from coserve_benchmarks.simulation.run import run_check
 from models import tiny
@@ -114,3 +116,24 @@ def test_the_quick_groups_write_their_keys(tmp_path: Path) -> None:
     )
     page = render(found)
     assert "`scheduler.growth`" in page and "OPT-13B: 4 A100" in page and "there" in page
+    *_, last = found["series"]["flexllm.fig16"]
+    assert last[0] == pytest.approx(12.0, abs=0.1) and min(last) > 0 and last[3] < 1
+    redraw(path, tmp_path / "figures.svg")
+    drawn = (tmp_path / "figures.svg").read_text()
+    assert "(figure 12)" in drawn and "(figure 13)" not in drawn and "(figure 16)" in drawn
+
+
+@pytest.mark.slow
+def test_what_is_kept_of_training_is_less_than_half_of_what_plain_torch_keeps(tmp_path: Path) -> None:
+    series = memory_series("19m")
+    held = {(name, system): rest for name, system, *rest in series["flexllm.fig13"]}
+    for method in METHODS:
+        assert (
+            held[method, "coserve"][2] < 0.5 * held[method, "torch"][2] < held["full fine-tuning", "torch"][2]
+        )
+    results = tmp_path / "check.json"
+    results.write_text(
+        json.dumps({"series": series | {"flexllm.fig12[A]": [[1, 2, 3]], "flexllm.fig16": [[1, 2, 3, 0.4]]}})
+    )
+    redraw(results, tmp_path / "figures.svg")
+    assert "bottleneck, plain torch" in (tmp_path / "figures.svg").read_text()

@@ -21,6 +21,7 @@ from coserve.simulate.loads import SimulatedLoad, TrainingLoad
 from coserve.simulate.outcome import RunFigures, figures_of
 from coserve.simulate.runs import FleetSettings, Simulator
 from coserve.workload.shapes import shape_named
+from coserve_benchmarks.simulation.papers.flexllm_figures import case_study, memory_series
 from coserve_benchmarks.simulation.papers.statement import (
     FigureTable,
     PaperResult,
@@ -255,7 +256,20 @@ def run(quick: bool, say: Say) -> PaperResult:
             ),
         },
         shares,
+        {f"flexllm.fig12[{one.setting.name}]": _against(one) for one in found}
+        | ({} if quick else memory_series())
+        | (case_study(12.0, 4, "13b") if quick else case_study()),
     )
+
+
+def _against(found: ModelRuns) -> list[list[float]]:
+    """Figure 12 of one model: rows of (answered tokens a second, trained tokens a second co-served, and in
+    isolation)."""
+    loads = [*dict.fromkeys(load for _, load in found.kept)]
+    pairs = ((load, found.kept[NAMED, load].kept, found.kept[ISOLATED, load].kept) for load in loads)
+    return [
+        [load * found.capacity * 64, found.peak * ours, found.peak * apart] for load, ours, apart in pairs
+    ]
 
 
 def _shares(found: ModelRuns) -> FigureTable:

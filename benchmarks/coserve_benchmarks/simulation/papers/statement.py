@@ -71,7 +71,7 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class PaperResult:
     """One paper: its title, the setting and what is assumed of it, tables and statements; values of rows of
-    the check with their notes, and figures with their units."""
+    the check with their notes, figures with their units, and series to draw from."""
 
     title: str
     setting: str
@@ -79,6 +79,7 @@ class PaperResult:
     statements: Sequence[Statement]
     rows: Mapping[str, Row] = field(default_factory=dict)
     figures: Mapping[str, tuple[float, str]] = field(default_factory=dict)
+    series: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
