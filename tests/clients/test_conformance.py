@@ -1,6 +1,6 @@
-"""What other people's test suites say of a server: openai-python's and anthropic's tests of their resources, which
-were written for a mock server (`conformance/stand_in.py`). `make clients` fetches their sources; $CONFORMANCE is another
-folder of them. With CONFORMANCE_WRITE=1 the table in docs/results is made anew.
+"""What other people's test suites say of a server: openai-python's and anthropic's tests of their resources,
+which were written for a mock server (`conformance/stand_in.py`). `make clients` fetches their sources;
+$CONFORMANCE is another folder of them. With CONFORMANCE_WRITE=1 the table in docs/results is made anew.
 """
 
 import json
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from conformance.table import (
     BAR,
     ENVIRONMENT,
@@ -22,6 +21,7 @@ from conformance.table import (
     sources,
     written,
 )
+
 from whole_server import Server
 
 

@@ -1,10 +1,10 @@
 """A server in place of the mock that tests of OpenAI's and Anthropic's clients were generated for.
 
 Such a mock takes any id and any body of the right shape. This one gives each request to a real server, with
-its placeholders replaced: ids by those of objects made for them, names of models by the server's, numbers below
-every range by the least there is, dummy schemas by valid ones. It adds what a body may leave out only where a
-stored prompt has it (`model`, `input`), and of fields that exclude each other it keeps one. Everything else goes
-through as it came, and the reply unchanged: what the server refuses fails the test.
+its placeholders replaced: ids by those of objects made for them, names of models by the server's, numbers
+below every range by the least there is, dummy schemas by valid ones. It adds what a body may leave out only
+where a stored prompt has it (`model`, `input`), and of fields that exclude each other it keeps one.
+Everything else goes through as it came, and the reply unchanged: what the server refuses fails the test.
 """
 
 import json
@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import httpx
-
 from conformance.objects import ENTRIES, MODEL, PATIENCE, RECORD, SCHEMA, Objects
 
 Ids = tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Runs the tests of OpenAI's and Anthropic's clients against a server, and writes what share of them passes."""
+"""Runs tests of OpenAI's and Anthropic's clients against a server, and tells what share of them passes."""
 
 import json
 import os
@@ -64,8 +64,8 @@ class Share:
 
 
 def sources(package: str) -> Path:
-    """The folder of a package's source with its tests: one below $CONFORMANCE, else the one that `make clients`
-    fetched."""
+    """The folder of a package's source with its tests: one below $CONFORMANCE, else the one that
+    `make clients` fetched."""
     folder = Path(os.environ.get("CONFORMANCE") or ENVIRONMENT / "sources")
     for archive in folder.glob(f"{package}-*.tar.gz"):
         with tarfile.open(archive) as tar:
@@ -84,8 +84,9 @@ def measured(url: str, package: str) -> dict[str, Share]:
         with stand_in(url) as address:
             subprocess.run(
                 [
-                    str(ENVIRONMENT / "bin" / "python"), "-m", "pytest", "-q", "-o", "addopts=", "-o", "filterwarnings=",
-                    "-p", "no:cacheprovider", f"--junitxml={report}", *(f"{_RESOURCES}/{file}" for file in files),
+                    str(ENVIRONMENT / "bin" / "python"), "-m", "pytest", "-q", "-o", "addopts=",
+                    "-o", "filterwarnings=", "-p", "no:cacheprovider", f"--junitxml={report}",
+                    *(f"{_RESOURCES}/{file}" for file in files),
                 ],
                 cwd=source,
                 env={**os.environ, "TEST_API_BASE_URL": address + suffix, "PYTHONPATH": ""},
