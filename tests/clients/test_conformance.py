@@ -1,4 +1,4 @@
-"""What other people's test suites say of a server: openai-python's and anthropic's tests of their resources,
+"""Other people's test suites against a server: openai-python's and anthropic's tests of their resources,
 which were written for a mock server (`conformance/stand_in.py`). `make clients` fetches their sources;
 $CONFORMANCE is another folder of them. With CONFORMANCE_WRITE=1 the table in docs/results is made anew.
 """
@@ -42,8 +42,7 @@ def test_a_clients_own_tests_pass(package: str, server: Server) -> None:
     shares = measured(server.url, package)
     told = {"version": sources(package).name.removeprefix(f"{package}-"), **as_json(shares)}
     if os.environ.get("CONFORMANCE_WRITE"):
-        kept = read() if TABLE.exists() else {}
-        TABLE.write_text(json.dumps({**kept, package: told}, indent=1, sort_keys=True) + "\n")
+        write({**read(), package: told})
     assert all(share.tests for share in shares.values())
     assert share_of(shares.values()) >= BAR, json.dumps(told, indent=1)
 

@@ -76,7 +76,7 @@ def sources(package: str) -> Path:
 
 
 def measured(url: str, package: str) -> dict[str, Share]:
-    """What a server passes of a package's tests, by resource."""
+    """Runs a package's tests against a server, and counts those that pass, by resource."""
     suffix, resources = SUITES[package]
     source, found = sources(package), dict[str, Share]()
     report = source / "report.xml"
@@ -140,6 +140,16 @@ def written(packages: Mapping[str, Any]) -> str:
 
 
 def read() -> dict[str, Any]:
-    """The table as it is kept."""
-    found: dict[str, Any] = json.loads(TABLE.read_text())
+    """The table as it is kept, by package."""
+    found: dict[str, Any] = json.loads(TABLE.read_text())["packages"] if TABLE.exists() else {}
     return found
+
+
+def write(packages: Mapping[str, Any]) -> None:
+    """Keeps a table, with the commit that it was made at."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    code = {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "src"))}
+    TABLE.write_text(json.dumps({"code": code, "packages": packages}, indent=1, sort_keys=True) + "\n")
