@@ -22,6 +22,7 @@ from conformance.table import (
     write,
     written,
 )
+
 from whole_server import Server
 
 

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 ENVIRONMENT = ROOT / "build" / "conformance"
 TABLE = ROOT / "docs" / "results" / "conformance.json"
-# Shares that have to pass. A fourth of Anthropic's few tests ask for all parameters at once, with those that only
+# Shares that have to pass. A fourth of Anthropic's tests ask for all parameters at once, with those that only
 # its own service has.
 BARS: Final[Mapping[str, float]] = {"openai": 0.95, "anthropic": 0.75}
 SECONDS: Final = 3600.0
