@@ -160,7 +160,7 @@ class MessageMetadata(RequestBody):
 
 
 class ThinkingParam(RequestBody):
-    """Whether the model reasons before it answers, where its chat template leaves that open."""
+    """Turns reasoning before the answer on or off, where the chat template leaves that open."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(
