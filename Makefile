@@ -35,12 +35,21 @@ ray: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not slow"
 
 # Other people's programs against a server, in an environment of their own of 1.2 GB.
-clients: dev build/clients/.installed
+clients: dev build/clients/.installed build/conformance/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/clients
 
 build/clients/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
 	$(PYTHON) -m venv build/clients
 	build/clients/bin/pip install --quiet -c tests/clients/constraints.txt -r tests/clients/requirements.txt
+	@touch $@
+
+# The clients' sources have their tests, which wheels do not.
+build/conformance/.installed: tests/clients/conformance-requirements.txt tests/clients/conformance-constraints.txt
+	$(PYTHON) -m venv build/conformance
+	build/conformance/bin/pip install --quiet -c tests/clients/conformance-constraints.txt \
+		-r tests/clients/conformance-requirements.txt
+	build/conformance/bin/pip download --quiet --no-binary :all: --no-deps --dest build/conformance/sources \
+		openai==3.52.0 anthropic==2.14.0
 	@touch $@
 
 # On PostgreSQL, which has to be installed.

@@ -17,19 +17,27 @@ from coserve_benchmarks.timing import ratio_of
 LINES = 2000
 _ANSWER = 16  # tokens of each request of the batch
 _NAP = 0.05  # seconds
+_TURN = 22.0  # seconds: eleven turns and a start take less than five minutes
 
 
 def run(bench: Bench, served: Served) -> None:
-    """Measures the same arrivals without the batch, beside it, and without it again, round by round."""
-    rounds = [_round(bench, served) for _ in range(bench.settings.slowdown_rounds)]
-    bench.results.ratio("batch.live_p99", ratio_of([beside / alone for alone, beside, _ in rounds]))
-    done = sum(lines for _, _, lines in rounds) / len(rounds)
+    """Measures the same arrivals without the batch and beside it, in turns: each round's quotient is that of
+    one turn beside it and the two without it around that."""
+    ratios, lines = list[float](), list[float]()
+    before = _last_tokens(bench, served)
+    for _ in range(bench.settings.slowdown_rounds):
+        beside, done = _beside(bench, served)
+        after = _last_tokens(bench, served)
+        ratios.append(percentile(beside, 0.99) / percentile([*before, *after], 0.99))
+        lines.append(done)
+        before = after
+    bench.results.ratio("batch.live_p99", ratio_of(ratios))
+    done = sum(lines) / len(lines)
     bench.results.figure("batch.lines", done, f"of {LINES} requests that were answered meanwhile")
 
 
-def _round(bench: Bench, served: Served) -> tuple[float, float, float]:
-    """The p99 of live answers without a batch and beside it, and the lines that it got done meanwhile."""
-    before = _last_tokens(bench, served)
+def _beside(bench: Bench, served: Served) -> tuple[list[float], float]:
+    """Live answers beside a batch, and the lines that it got done meanwhile."""
     with httpx.Client(base_url=f"{served.url}/v1", timeout=60.0, trust_env=False) as http:
         batch = _begin(http, served.name)
         beside = _last_tokens(bench, served)
@@ -37,8 +45,7 @@ def _round(bench: Bench, served: Served) -> tuple[float, float, float]:
         http.post(f"/batches/{batch}/cancel").raise_for_status()
         while http.get(f"/batches/{batch}").json()["status"] == "cancelling":
             time.sleep(_NAP)
-    alone = percentile([*before, *_last_tokens(bench, served)], 0.99)
-    return alone, percentile(beside, 0.99), float(done)
+    return beside, float(done)
 
 
 def _begin(http: httpx.Client, model: str) -> str:
@@ -69,8 +76,8 @@ def _last_tokens(bench: Bench, served: Served) -> list[float]:
     """Seconds from each arrival to its last token."""
     settings = bench.settings
     requests = poisson_requests(
-        settings.arrivals, settings.arrivals_seconds, settings.arrivals_prompt, settings.arrivals_answer,
-        bench.shape.vocabulary, settings.seed,
+        settings.arrivals, min(settings.arrivals_seconds, _TURN), settings.arrivals_prompt,
+        settings.arrivals_answer, bench.shape.vocabulary, settings.seed,
     )  # fmt: skip
     asks = [StreamRequest(request.prompt, request.answer, request.at) for request in requests]
     with Clients(served.url, served.name, asks) as clients:

@@ -59,6 +59,10 @@ RESULTS: Final[Mapping[str, Presented]] = {
             *_bench("policies", "simulated.py", "timing.py"),
         ),
     ),
+    "conformance.json": Presented(
+        "docs/results/conformance.md",
+        (*(f"src/coserve/{room}" for room in ("jobs", "serve", "text")), "tests/clients/conformance"),
+    ),
     "demo.json": Presented("docs/results/demo.md", (*_ENGINE, "src/coserve/demo", "src/coserve/tiny")),
     "engine.json": Presented(
         "docs/results/engine.md",

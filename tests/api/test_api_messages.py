@@ -164,8 +164,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("only allowed with tools", {"tool_choice": {"type": "any"}}),
     ("none of the tools", {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "see"}}),
     ("twice", {"tools": [TOOL, TOOL]}),
-    ("'thinking' is not supported", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
-    ("'output_config' is not supported", {"output_config": {"effort": "low"}}),
+    (
+        "'context_management' is not supported",
+        {"context_management": {"edits": [{"type": "clear_tool_uses"}]}},
+    ),
+    ("'output_config.effort'", {"output_config": {"effort": "some"}}),
+    ("'thinking.budget_tokens'", {"thinking": {"type": "enabled", "budget_tokens": 0}}),
+    (
+        "Invalid schema for output_config.format",
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+    ),
     ("type 'image' is not supported", {"messages": [{"role": "user", "content": [IMAGE]}]}),
     ("type 'document' is not supported", {"system": [{"type": "document"}]}),
     ("'messages.0.content", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),

@@ -271,6 +271,7 @@ def test_what_codex_asks(play: Play, folders: Callable[..., str]) -> None:
             "model": "tiny", "instructions": "You are Codex.", "input": items, "tools": [shell, *others],
             "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": None, "store": False,
             "stream": True, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "0199-abcd",
+            "client_metadata": {"x-codex-installation-id": "0199", "session_id": "0199-abcd"},
         }  # fmt: skip
 
     async def story(world: World) -> None:

@@ -98,6 +98,9 @@ class MessageFormat:
 
     def _end(self) -> Iterator[bytes]:
         if self._kind:
+            if self._kind == "thinking":  # clients wait for a signature; nothing is signed here
+                told = {"type": "signature_delta", "signature": ""}
+                yield _event("content_block_delta", index=self._count - 1, delta=told)
             self._kind = ""
             yield _event("content_block_stop", index=self._count - 1)
 

@@ -38,7 +38,7 @@ async def create_message(body: MessagesRequest, request: Request, caller: Caller
     """
     builder = await RequestBuilder.of(state, caller, body.model, "msg_")
     size = RequestSize(max_tokens=body.max_tokens)
-    chat = await state.bodies.run(caller.id, chat_of, body)
+    chat = await state.bodies.run(caller.id, chat_of, body, state.text.markups.reads)
     call = await builder.chat(chat, sampling_of(body, builder.defaults), size)
     return await reply(request, state, call, MessageFormat(call, bool(body.stream)))
 
@@ -47,5 +47,5 @@ async def create_message(body: MessagesRequest, request: Request, caller: Caller
 async def count_tokens(body: CountTokensRequest, caller: Caller, state: Shared) -> TokensCount:
     """Tells the number of tokens that a chat has, with the beginning of the answer's turn."""
     builder = await RequestBuilder.of(state, caller, body.model)
-    chat = await state.bodies.run(caller.id, chat_of, body)
+    chat = await state.bodies.run(caller.id, chat_of, body, state.text.markups.reads)
     return TokensCount(input_tokens=len(await builder.chat_tokens(chat)))

@@ -24,10 +24,12 @@ _HELLO: Any = {
 }  # fmt: skip
 # The values that ask for nothing, and may therefore stand there; null is one for all.
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "thinking": ({"type": "disabled"},),
-    "output_config": ({},),
     "mcp_servers": ([],),
-    "context_management": ({}, {"edits": []}),
+    "context_management": (
+        {},
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},  # Claude Code's: clears nothing
+    ),
     "container": (),
     "diagnostics": (),
     "inference_geo": (),
@@ -41,6 +43,9 @@ class CacheControl(RequestBody):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: Literal["global", "organization"] | None = Field(
+        None, description="Accepted: a prompt is shared among the requests of its tenant."
+    )
 
 
 class TextBlockParam(RequestBody):
@@ -154,6 +159,34 @@ class MessageMetadata(RequestBody):
     user_id: str | None = Field(None, max_length=4096, description="Accepted, not used.")
 
 
+class ThinkingParam(RequestBody):
+    """Turns reasoning before the answer on or off, where the chat template leaves that open."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(
+        None, ge=1, le=MOST_TOKEN_ID, description="Accepted: max_tokens bounds reasoning and answer together."
+    )
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="Accepted: reasoning is told whole."
+    )
+
+
+class JsonOutput(RequestBody):
+    """JSON of a schema, which the whole answer is."""
+
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+
+class OutputConfig(RequestBody):
+    """The form of the answer, and how much the model reasons before it."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="Passed to chat templates that read it as reasoning_effort; no effect on others."
+    )
+    format: JsonOutput | None = None
+
+
 class MessagePrompt(RequestBody):
     """A chat: what its tokens follow from."""
 
@@ -165,6 +198,8 @@ class MessagePrompt(RequestBody):
         None, description="Tools that the answer may call, where the model's chat template writes calls."
     )
     tool_choice: ToolChoiceParam | None = None
+    thinking: ThinkingParam | None = None
+    output_config: OutputConfig | None = None
 
     @model_validator(mode="before")
     @classmethod

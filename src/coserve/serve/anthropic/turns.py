@@ -1,12 +1,13 @@
 """Bodies as chats and sampling parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from coserve.core.request import SamplingParams
 from coserve.errors import DataError
 from coserve.jobs.messages import Message, made_call
 from coserve.serve.answering.chat import Chat
+from coserve.serve.answering.structure import Structure
 from coserve.serve.anthropic.schema import (
     MessageParam,
     MessagePrompt,
@@ -25,10 +26,12 @@ from coserve.text.generation import OURS
 from coserve.text.tools.tool import Tool
 
 _BETWEEN: Final = "\n"  # blocks of a turn, and messages that are one turn
+_HIGHEST: Final = frozenset({"xhigh", "max"})  # efforts that templates do not know
 
 
-def chat_of(body: MessagePrompt) -> Chat:
-    """The chat of a body. One that ends with the assistant's turn is continued. Raises ApiError 400."""
+def chat_of(body: MessagePrompt, reads: Callable[[str], bool]) -> Chat:
+    """The chat of a body; `reads` tells whether the chat template reads a variable. One that ends with the
+    assistant's turn is continued. Raises ApiError 400."""
     choice = body.tool_choice
     kind, name = ("auto", None) if choice is None else (choice.type, choice.name)
     tools = [] if kind == "none" else body.tools or []
@@ -43,8 +46,26 @@ def chat_of(body: MessagePrompt) -> Chat:
         ],
         forced=kind in ("any", "tool"),
         parallel=choice is None or not choice.disable_parallel_tool_use,
+        structure=_structure(body),
+        variables=_variables(body, reads),
         is_continued=turns[-1].role == "assistant",
     )
+
+
+def _structure(body: MessagePrompt) -> Structure | None:
+    form = None if body.output_config is None else body.output_config.format
+    return None if form is None else Structure("json", form.schema_, "output_config.format")
+
+
+def _variables(body: MessagePrompt, reads: Callable[[str], bool]) -> JsonObject:
+    """Variables of the chat template, of those that it reads. Clients send the same effort to every model."""
+    found: JsonObject = {}
+    if body.thinking is not None and reads("enable_thinking"):
+        found["enable_thinking"] = body.thinking.type != "disabled"
+    effort = None if body.output_config is None else body.output_config.effort
+    if effort is not None and reads("reasoning_effort"):
+        found["reasoning_effort"] = "high" if effort in _HIGHEST else effort
+    return found
 
 
 def _shown(tool: ToolParam) -> JsonObject:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
@@ -42,6 +42,12 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 _RUNS, _ITEMS = "/{eval_id}/runs", "/{eval_id}/runs/{run_id}/output_items"
 _COUNTS = {"passed": "pass", "failed": "fail", "errored": "error"}
+# What the client's types want of every sample, also where no model answered or the answer failed.
+_NO_SAMPLE: Final[Mapping[str, Any]] = {
+    "error": {"code": "", "message": ""}, "finish_reason": "", "input": [], "output": [], "model": "",
+    "max_completion_tokens": 0, "seed": 0, "temperature": 1.0, "top_p": 1.0,
+    "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "cached_tokens": 0},
+}  # fmt: skip
 
 
 @router.post(
@@ -172,10 +178,9 @@ async def list_runs(
     status: Literal["queued", "in_progress", "completed", "canceled", "failed"] | None = None,
 ) -> Response:
     """Runs with what they have found so far."""
-    wanted = [EvalRunRecord.eval == (await _find(state, caller, eval_id)).id]
-    if status is not None:
-        wanted.append(EvalRunRecord.status == status)
-    page = await state.store.evals.page(EvalRunRecord, caller.id, after, limit, order == "asc", *wanted)
+    of = [EvalRunRecord.eval == (await _find(state, caller, eval_id)).id]
+    wanted = [] if status is None else [EvalRunRecord.status == status]
+    page = await state.store.evals.page(EvalRunRecord, caller.id, after, limit, order == "asc", of, wanted)
     return await _listed(state, caller, page, after, _run)
 
 
@@ -226,10 +231,9 @@ async def list_output_items(
 ) -> Response:
     """The outcome for each item, in the order in which they were found."""
     run = await _find_run(state, caller, eval_id, run_id)
-    wanted = [EvalItemRecord.run == run.id]
-    if status is not None:
-        wanted.append(EvalItemRecord.status == status)
-    page = await state.store.evals.page(EvalItemRecord, caller.id, after, limit, order == "asc", *wanted)
+    of = [EvalItemRecord.run == run.id]
+    wanted = [] if status is None else [EvalItemRecord.status == status]
+    page = await state.store.evals.page(EvalItemRecord, caller.id, after, limit, order == "asc", of, wanted)
     return await _listed(state, caller, page, after, lambda row: _item(eval_id, row))
 
 
@@ -345,5 +349,5 @@ def _item(eval_id: str, row: EvalItemRecord) -> EvalItemObject:
         datasource_item_id=row.place,
         datasource_item=row.item,
         results=row.results,
-        sample=row.sample or {},
+        sample={**_NO_SAMPLE, **(row.sample or {})},
     )

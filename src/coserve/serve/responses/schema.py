@@ -41,7 +41,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "context_management": ([],),
     "moderation": (),
     "access_programs": (),
-    "image": (),
+    "image": ({"context_compression": "auto"},),
     "top_logprobs": (0,),
 }
 ItemId = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
@@ -305,6 +305,11 @@ class PromptBody(RequestBody):
         None, description="A stored response, whose items and those before it come first."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        return without(body, _UNSUPPORTED)
+
     @property
     def items(self) -> list[KnownItem | JsonObject]:
         """The items of the request."""
@@ -368,6 +373,8 @@ class CompactRequest(PromptBody):
     """A conversation that is summarized."""
 
     prompt_cache_key: str | None = Field(None, max_length=1024, description="Accepted, not used.")
+    prompt_cache_retention: str | None = Field(None, max_length=64, description="Accepted, not used.")
+    prompt_cache_options: Ignored | None = Field(None, description="Accepted, not used.")
     service_tier: Literal["auto", "default", "flex", "priority", "fast"] | None = None
 
 
@@ -416,11 +423,7 @@ class ResponseRequest(ToolsBody):
     prompt_cache_key: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     prompt_cache_retention: str | None = Field(None, max_length=64, description="Accepted, not used.")
     prompt_cache_options: Ignored | None = Field(None, description="Accepted, not used.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        return without(body, _UNSUPPORTED)
+    client_metadata: Ignored | None = Field(None, description="Codex's: accepted, not used.")
 
     @model_validator(mode="after")
     def _fields_fit(self) -> "ResponseRequest":

@@ -85,13 +85,16 @@ def page_of(
     limit: int,
     ascending: bool = False,
     size: ColumnElement[int] | None = None,
+    filters: Sequence[ColumnElement[bool]] = (),
 ) -> Page[Listed] | None:
-    """At most `limit` rows that meet all conditions, the newest first unless `ascending`, after the row with
-    the id `after`. Of rows that have a `size` in characters there are no more than fit a page, and one.
+    """At most `limit` rows that meet all conditions and filters, the newest first unless `ascending`, after
+    the row with the id `after`. Of rows that have a `size` in characters there are no more than fit a page,
+    and one.
 
-    None if no such row has that id.
+    None if no row that meets the conditions has that id. It need not meet the filters: the last job of a page
+    of those that run may be over when the next page is read.
     """
-    query = select(kind).where(*conditions)
+    query = select(kind).where(*conditions, *filters)
     if after is not None:
         at = session.scalar(select(kind.number).where(*conditions, kind.id == after))
         if at is None:

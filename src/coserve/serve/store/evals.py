@@ -1,6 +1,6 @@
 """Rows of evals, their runs and the outcomes of these."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from sqlalchemy import ColumnElement, delete, func, select, update
@@ -62,11 +62,14 @@ class EvalStore:
         after: str | None,
         limit: int,
         ascending: bool,
-        *wanted: ColumnElement[bool],
+        of: Sequence[ColumnElement[bool]] = (),
+        wanted: Sequence[ColumnElement[bool]] = (),
     ) -> Page[EvalRow] | None:
-        """The tenant's rows that meet all conditions; None if there is none with the id `after`."""
-        own = [kind.tenant == tenant, *wanted]
-        return await self._database.read(lambda session: page_of(session, kind, own, after, limit, ascending))
+        """The tenant's rows `of` an eval or a run that are `wanted`; None if none has the id `after`."""
+        own = [kind.tenant == tenant, *of]
+        return await self._database.read(
+            lambda session: page_of(session, kind, own, after, limit, ascending, filters=wanted)
+        )
 
     async def change(self, id: str, **values: Any) -> None:
         """Changes columns of an eval."""

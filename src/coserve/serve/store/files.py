@@ -62,11 +62,10 @@ class FileStore:
         self, tenant: str, after: str | None, limit: int, ascending: bool, purpose: str | None = None
     ) -> Page[File] | None:
         """The tenant's files after the one with id `after`; None if it has no such file."""
-        wanted = [File.tenant == tenant, lasting(self._clock())]
-        if purpose is not None:
-            wanted.append(File.purpose == purpose)
+        own = [File.tenant == tenant, lasting(self._clock())]
+        wanted = [] if purpose is None else [File.purpose == purpose]
         return await self._database.read(
-            lambda session: page_of(session, File, wanted, after, limit, ascending)
+            lambda session: page_of(session, File, own, after, limit, ascending, filters=wanted)
         )
 
     async def remove(self, tenant: str, id: str) -> File | None:

@@ -84,14 +84,16 @@ class JobStore:
         `labels` selects jobs with all of these pairs; an empty mapping those without any. `status` selects
         those that have it.
         """
-        wanted: list[ColumnElement[bool]] = [JobRecord.tenant == tenant]
+        own, wanted = [JobRecord.tenant == tenant], list[ColumnElement[bool]]()
         if status is not None:
             wanted.append(JobRecord.status == status)
         if labels is not None and not labels:
             wanted.append(has_no_labels(JobRecord.labels))
         for key, value in (labels or {}).items():
             wanted.append(has_label(JobRecord.labels, key, value))
-        return await self._database.read(lambda session: page_of(session, JobRecord, wanted, after, limit))
+        return await self._database.read(
+            lambda session: page_of(session, JobRecord, own, after, limit, filters=wanted)
+        )
 
     async def events(self, job: str, after: str | None, limit: int) -> Page[Event] | None:
         """A job's events after the one with id `after`, the newest first; None if it has no such event."""

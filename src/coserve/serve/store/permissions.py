@@ -79,11 +79,12 @@ class PermissionStore:
         ascending: bool,
     ) -> Page[CheckpointPermission] | None:
         """Permissions of a tenant's checkpoint; None if there is none with the id `after`."""
-        wanted = [CheckpointPermission.tenant == tenant, CheckpointPermission.checkpoint == checkpoint]
-        if project is not None:
-            wanted.append(CheckpointPermission.project == project)
+        own = [CheckpointPermission.tenant == tenant, CheckpointPermission.checkpoint == checkpoint]
+        wanted = [] if project is None else [CheckpointPermission.project == project]
         return await self._database.read(
-            lambda session: page_of(session, CheckpointPermission, wanted, after, limit, ascending)
+            lambda session: page_of(
+                session, CheckpointPermission, own, after, limit, ascending, filters=wanted
+            )
         )
 
     async def remove(self, tenant: str, checkpoint: str, id: str) -> bool:

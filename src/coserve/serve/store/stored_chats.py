@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.orm import Session
 
 from coserve.serve.store.database import Database, page_of
@@ -44,14 +44,14 @@ class ChatStore:
     ) -> Page[StoredChat] | None:
         """The tenant's completions of a model, with all these entries in their metadata; None if `after` is
         none of them. Names of entries are without quotes."""
-        wanted = [StoredChat.tenant == tenant]
+        own, wanted = [StoredChat.tenant == tenant], list[ColumnElement[bool]]()
         if model is not None:
             wanted.append(StoredChat.model == model)
         for name, value in labels.items():
             wanted.append(has_label(StoredChat.labels, name, value))
         size = func.length(StoredChat.body) + func.length(StoredChat.messages)
         return await self._database.read(
-            lambda session: page_of(session, StoredChat, wanted, after, limit, ascending, size)
+            lambda session: page_of(session, StoredChat, own, after, limit, ascending, size, wanted)
         )
 
     async def label(self, tenant: str, id: str, labels: Mapping[str, str]) -> StoredChat | None:

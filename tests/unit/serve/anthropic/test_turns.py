@@ -8,6 +8,8 @@ from coserve.core.request import SamplingParams
 from coserve.serve.anthropic.schema import CountTokensRequest, MessagesRequest
 from coserve.serve.anthropic.turns import chat_of, sampling_of
 
+NOTHING = frozenset[str]().__contains__  # no variable is read
+
 
 def test_turns_are_the_texts_of_neighbours_of_one_role() -> None:
     seed = secrets.randbits(32)
@@ -37,15 +39,15 @@ def test_turns_are_the_texts_of_neighbours_of_one_role() -> None:
                 wanted[-1]["content"] += "\n" + "\n".join(texts)
             else:
                 wanted.append({"role": role, "content": "\n".join(texts)})
-        assert chat_of(CountTokensRequest(model="m", **body)).turns == wanted
+        assert chat_of(CountTokensRequest(model="m", **body), NOTHING).turns == wanted
         lengths.add(len(wanted))
     assert {1, 2, 3} < lengths
 
 
 def test_an_answer_that_has_begun_is_continued() -> None:
     chat: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    assert chat_of(CountTokensRequest(model="m", messages=chat)).is_continued
-    assert not chat_of(CountTokensRequest(model="m", messages=chat[:1])).is_continued
+    assert chat_of(CountTokensRequest(model="m", messages=chat), NOTHING).is_continued
+    assert not chat_of(CountTokensRequest(model="m", messages=chat[:1]), NOTHING).is_continued
 
 
 def test_sampling_parameters_are_those_of_the_body() -> None:
@@ -57,3 +59,24 @@ def test_sampling_parameters_are_those_of_the_body() -> None:
     )
     wanted = SamplingParams(top_p=0.5, top_k=4, stop=("a", "b"))
     assert sampling_of(all_set) == wanted
+
+
+def test_variables_are_those_that_the_template_reads() -> None:
+    chat: Any = [{"role": "user", "content": "x"}]
+    both = frozenset({"enable_thinking", "reasoning_effort"}).__contains__
+    for kind, effort, told in (
+        ("adaptive", "max", {"enable_thinking": True, "reasoning_effort": "high"}),
+        ("enabled", "low", {"enable_thinking": True, "reasoning_effort": "low"}),
+        ("disabled", "medium", {"enable_thinking": False, "reasoning_effort": "medium"}),
+    ):
+        body = CountTokensRequest(
+            model="m", messages=chat, thinking={"type": kind}, output_config={"effort": effort}
+        )
+        assert chat_of(body, both).variables == told
+        assert chat_of(body, NOTHING).variables == {}
+    assert chat_of(CountTokensRequest(model="m", messages=chat), both).variables == {}
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    structure = chat_of(
+        CountTokensRequest(model="m", messages=chat, output_config={"format": form}), both
+    ).structure
+    assert structure is not None and structure.value == {"type": "object"}

@@ -368,3 +368,16 @@ def test_unfinished_jobs_are_found_without_a_look_at_all_others(tmp_path: Path) 
     connection.close()
     assert any(step.startswith("SEARCH jobs USING INDEX") for step in steps), steps
     assert not any(step.startswith("SCAN") for step in steps), steps
+
+
+def test_a_filtered_page_goes_on_after_a_row_that_the_filter_leaves_out(tmp_path: Path) -> None:
+    """As one does that was the last of a page, and has changed since; another tenant's is none."""
+
+    async def story(store: Store) -> None:
+        for number, purpose in enumerate(("batch", "fine-tune", "batch", "evals")):
+            await store.files.add(File(f"file-{number}", "local", "a", purpose, 1, 1, ".jsonl"))
+        page = await store.files.page("local", "file-1", 10, True, "batch")
+        assert page is not None and [file.id for file in page.records] == ["file-2"]
+        assert await store.files.page("other", "file-1", 10, True, "batch") is None
+
+    run(tmp_path, story)

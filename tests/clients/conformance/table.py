@@ -1,0 +1,157 @@
+"""Runs tests of OpenAI's and Anthropic's clients against a server, and tells what share of them passes."""
+
+import json
+import os
+import re
+import subprocess
+import tarfile
+import xml.etree.ElementTree as Tree
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from conformance.stand_in import stand_in
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+ENVIRONMENT = ROOT / "build" / "conformance"
+TABLE = ROOT / "docs" / "results" / "conformance.json"
+# Shares that have to pass. A fourth of Anthropic's tests ask for all parameters at once, with those that only
+# its own service has.
+BARS: Final[Mapping[str, float]] = {"openai": 0.95, "anthropic": 0.75}
+SECONDS: Final = 3600.0
+_RESOURCES: Final = "tests/api_resources"
+# By package: the suffix of the server's address, and test files by what the table calls them.
+SUITES: Final[Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]] = {
+    "openai": ("/v1", {
+        "chat completions": ("chat",),
+        "completions": ("test_completions.py",),
+        "models": ("test_models.py",),
+        "files": ("test_files.py",),
+        "uploads": ("test_uploads.py", "uploads"),
+        "fine-tuning": ("fine_tuning/test_jobs.py", "fine_tuning/jobs", "fine_tuning/checkpoints"),
+        "graders": ("fine_tuning/alpha",),
+        "evals": ("test_evals.py", "evals"),
+        "responses": ("test_responses.py", "responses"),
+        "conversations": ("test_conversations.py", "conversations"),
+        "embeddings": ("test_embeddings.py",),
+        "batches": ("test_batches.py",),
+    }),
+    "anthropic": ("", {"messages": ("test_messages.py",), "beta messages": ("beta/test_messages.py",)}),
+}  # fmt: skip
+_IDS: Final = re.compile(r"'?\b(req|[a-z]+)[-_](?=\w*\d)\w{16,}\b'?")
+
+
+@dataclass
+class Share:
+    """Tests of one resource, and those that fail by what they say."""
+
+    tests: int = 0
+    passed: int = 0
+    failed: dict[str, list[str]] = field(default_factory=dict)
+
+    def count(self, case: Tree.Element) -> None:
+        if case.find("skipped") is not None:
+            return
+        self.tests += 1
+        wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
+        if wrong is None:
+            self.passed += 1
+            return
+        name = re.sub(r"\[.*", "", case.get("name") or "")
+        said = _IDS.sub("ID", (wrong.get("message") or "").strip().split("\n")[0])
+        self.failed.setdefault(said[:200], []).append(name)
+
+
+def sources(package: str) -> Path:
+    """The folder of a package's source with its tests: one below $CONFORMANCE, else the one that
+    `make clients` fetched."""
+    folder = Path(os.environ.get("CONFORMANCE") or ENVIRONMENT / "sources")
+    for archive in folder.glob(f"{package}-*.tar.gz"):
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+    found = sorted(one for one in folder.glob(f"{package}-*") if (one / _RESOURCES).is_dir())
+    assert found, f"no source of {package} with its tests is in {folder}"
+    return found[-1]
+
+
+def measured(url: str, package: str) -> dict[str, Share]:
+    """Runs a package's tests against a server, and counts those that pass, by resource."""
+    suffix, resources = SUITES[package]
+    source, found = sources(package), dict[str, Share]()
+    report = source / "report.xml"
+    for name, files in resources.items():
+        with stand_in(url) as address:
+            subprocess.run(
+                [
+                    str(ENVIRONMENT / "bin" / "python"), "-m", "pytest", "-q", "-o", "addopts=",
+                    "-o", "filterwarnings=", "-p", "no:cacheprovider", f"--junitxml={report}",
+                    *(f"{_RESOURCES}/{file}" for file in files),
+                ],
+                cwd=source,
+                env={**os.environ, "TEST_API_BASE_URL": address + suffix, "PYTHONPATH": ""},
+                stdout=subprocess.DEVNULL,
+                timeout=SECONDS,
+            )  # fmt: skip
+        share = found[name] = Share()
+        for case in Tree.parse(report).iter("testcase"):
+            share.count(case)
+        report.unlink()
+    return found
+
+
+def as_json(shares: Mapping[str, Share]) -> dict[str, Any]:
+    """A package's part of the table."""
+    resources = {
+        name: {
+            "tests": share.tests,
+            "passed": share.passed,
+            "failed": {said: dict(Counter(names)) for said, names in sorted(share.failed.items())},
+        }
+        for name, share in shares.items()
+    }
+    return {"share": share_of(shares.values()), "resources": resources}
+
+
+def share_of(shares: Iterable[Share]) -> float:
+    """The share of tests that pass."""
+    every = list(shares)
+    return sum(one.passed for one in every) / max(sum(one.tests for one in every), 1)
+
+
+def written(packages: Mapping[str, Any]) -> str:
+    """The table as Markdown."""
+    lines = []
+    for package, told in packages.items():
+        lines += [
+            f"## {package} {told['version']}",
+            "",
+            "| tests of | passed | of | those that fail |",
+            "|---|---|---|---|",
+        ]
+        for name, one in told["resources"].items():
+            wrong = "; ".join(
+                f"{', '.join(f'`{test}`' for test in tests)}: {said.replace('|', ' ')}"
+                for said, tests in one["failed"].items()
+            )
+            lines.append(f"| {name} | {one['passed']} | {one['tests']} | {wrong} |")
+        lines += [f"| **all** | **{told['share']:.1%}** | | |", ""]
+    return "\n".join(lines)
+
+
+def read() -> dict[str, Any]:
+    """The table as it is kept, by package."""
+    found: dict[str, Any] = json.loads(TABLE.read_text())["packages"] if TABLE.exists() else {}
+    return found
+
+
+def write(packages: Mapping[str, Any]) -> None:
+    """Keeps a table, with the commit that it was made at."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    code = {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "src"))}
+    TABLE.write_text(json.dumps({"code": code, "packages": packages}, indent=1, sort_keys=True) + "\n")
