@@ -18,9 +18,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 ENVIRONMENT = ROOT / "build" / "conformance"
 TABLE = ROOT / "docs" / "results" / "conformance.json"
-# Shares that have to pass. A fourth of Anthropic's tests ask for all parameters at once, with those that only
-# its own service has.
-BARS: Final[Mapping[str, float]] = {"openai": 0.95, "anthropic": 0.75}
+# Shares below which a test fails. 0.95 is wanted of both, and missed by Anthropic's, of which a fourth ask for
+# all parameters at once, with those that only its own service has.
+FLOORS: Final[Mapping[str, float]] = {"openai": 0.95, "anthropic": 0.75}
 SECONDS: Final = 3600.0
 _RESOURCES: Final = "tests/api_resources"
 # By package: the suffix of the server's address, and test files by what the table calls them.
