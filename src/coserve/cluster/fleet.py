@@ -28,10 +28,10 @@ from coserve.cluster.messages import (
     ReadFrozen,
     RowsFailed,
     RowsPassed,
+    RowsReturned,
     TellSites,
 )
 from coserve.cluster.remote import WorkerLink, error_in
-from coserve.core.sequence import stage_spans
 from coserve.errors import (
     ConfigError,
     CoserveError,
@@ -216,7 +216,7 @@ class ClusterFleet:
         """Opens an instance. Raises the worker's error, and ModelError for another block than that of the
         first instance."""
         own, number = self.settings, next(self._numbers)
-        span = stage_spans(own.depth, own.blocks)[block]
+        span = own.spans[block]
         asked = LoadBlock(
             number,
             own.model,
@@ -264,6 +264,27 @@ class ClusterFleet:
                 self.drop([key])
                 raise
 
+    def publish(self, key: str, adapter: bytes) -> None:
+        """As `hold`, for a version of an adapter in training: an instance that cannot hold it is closed, and
+        loaded anew."""
+        with self._placing:
+            with self._lock:
+                self._adapters[key] = adapter
+            for one in self.instances():
+                try:
+                    one.worker.ask(HoldAdapter(one.number, key, adapter), one.number, key)
+                except Unreachable:  # whoever takes its place gets it
+                    pass
+                except CoserveError as error:
+                    _log.warning("the worker at %s holds no more adapters: %s", one.worker.address, error)
+                    self._close(one)
+
+    def _close(self, one: HostedBlock) -> None:
+        with self._lock:
+            self._instances.pop(one.number, None)
+        with suppress(Unreachable):
+            one.worker.send(CloseBlock(one.number))
+
     def drop(self, keys: Sequence[str]) -> None:
         """Has no instance hold these versions."""
         with self._lock:
@@ -275,9 +296,7 @@ class ClusterFleet:
 
     def read(self, layer: int, path: str, what: str) -> Tensor | None:
         """A frozen parameter in a layer's block. Raises a worker's error."""
-        spans = stage_spans(self.settings.depth, self.settings.blocks)
-        block = next(place for place, span in enumerate(spans) if span.first <= layer < span.last)
-        for one in self.instances(block):
+        for one in self.instances(self.settings.block_of(layer)):
             with suppress(Unreachable):
                 return one.worker.read(ReadFrozen(one.number, path, what))
         raise WeightsUnreadable(f"no worker of the cluster that has {path} can be reached")
@@ -299,7 +318,9 @@ class ClusterFleet:
             outcome.put((number, None, []))
         return number
 
-    def _settle(self, number: int, message: RowsPassed | RowsFailed, tensors: list[Tensor]) -> None:
+    def _settle(
+        self, number: int, message: RowsPassed | RowsReturned | RowsFailed, tensors: list[Tensor]
+    ) -> None:
         """The outcome of what was under way; one that comes late is nobody's."""
         with self._lock:
             found = self._under_way.pop(number, None)

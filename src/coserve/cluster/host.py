@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,16 +43,19 @@ from coserve.cluster.messages import (
     RowsPassed,
     Settled,
     TellSites,
+    TrainRows,
     fault_of,
 )
 from coserve.cluster.outbox import Outbox, Sent
 from coserve.cluster.peer import Peer, hang_up
+from coserve.cluster.returning import Trained
 from coserve.core.contained import contained
 from coserve.errors import CoserveError, InternalError, ModelError, RequestError
 from coserve.model.base import Base
 from coserve.split.address import Address, shut
 
 _log = logging.getLogger(__name__)
+_TRAINING: Final = 256  # windows of a scheduler that may wait at a worker
 _CANCELLED: Final = 4096  # numbers that are remembered of each scheduler
 Place = tuple[str, int]  # a scheduler's id and its instance's number
 FindModel = Callable[[str], Path]
@@ -64,6 +67,14 @@ class _Instance:
 
     block: OpenBlock
     queue: AgentQueue[ArrivedRows]
+
+
+@dataclass(frozen=True, eq=False)
+class _Training:
+    """Training rows on their way through a block's layers, one at each step."""
+
+    message: TrainRows
+    steps: Iterator[Trained | None]
 
 
 @dataclass(eq=False)
@@ -96,6 +107,7 @@ class BlockHost:
         self._schedulers: dict[str, _Scheduler] = {}
         self._instances: dict[Place, _Instance] = {}
         self._tasks: deque[Callable[[], object]] = deque()  # beside rows, for the computing thread
+        self._training: deque[_Training] = deque()  # behind all rows
         self._outboxes: dict[str, Outbox] = {}
         self._peers: set[Peer] = set()
         self._is_closed = False
@@ -173,6 +185,7 @@ class BlockHost:
         self._schedulers.pop(scheduler, None)
         for place in [place for place in self._instances if place[0] == scheduler]:
             del self._instances[place]
+        self._training = deque(one for one in self._training if one.message.scheduler != scheduler)
         self._forget_bases()
 
     def _forget_bases(self) -> None:
@@ -224,6 +237,8 @@ class BlockHost:
                 self._cancel(scheduler, message.numbers)
             case CopyPages():
                 self._later(self._copy_pages, message)
+            case TrainRows():
+                self._queue_training(message, tensors)
             case _:
                 raise ConnectionError(f"{type(message).__name__} is no message for a worker")
 
@@ -333,6 +348,19 @@ class BlockHost:
             one.queue.put(arrived, keys, len(arrived.hidden), has_pages, time.monotonic())
             self._lock.notify_all()
 
+    def _queue_training(self, message: TrainRows, tensors: Sequence[Tensor]) -> None:
+        """Queues training rows. A scheduler has a few under way, so what it sends beyond is refused."""
+        try:
+            block = self._find(message.scheduler, message.instance).block
+            with self._lock:
+                count = sum(one.message.scheduler == message.scheduler for one in self._training)
+                if count >= _TRAINING:
+                    raise RequestError(f"the worker at {self.address} has {count} windows in training already")
+                self._training.append(_Training(message, block.train(message, tensors)))
+                self._lock.notify_all()
+        except CoserveError as error:
+            self._fail(message, error)
+
     def _put_pages(self, message: PutPages, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != 1:
             raise ConnectionError("pages without their bytes")
@@ -350,6 +378,7 @@ class BlockHost:
             for place, one in self._instances.items():
                 if place[0] == scheduler:
                     one.queue.drop(lambda arrived: arrived.message.number in numbers)
+            self._keep_training(lambda own: own.scheduler != scheduler or own.number not in numbers)
 
     def _is_cancelled(self, scheduler: str, number: int) -> bool:
         with self._lock:
@@ -358,30 +387,53 @@ class BlockHost:
 
     def _compute(self) -> None:
         """The computing thread: what was asked for beside rows first, then the instance whose rows have
-        waited for longest."""
+        waited for longest, then a layer of training."""
         while True:
+            batch, training = list[ArrivedRows](), None
             with self._lock:
-                while not (
-                    self._tasks or self._is_closed or any(len(o.queue) for o in self._instances.values())
-                ):
+                while not (waiting := [one for one in self._instances.values() if len(one.queue)]):
+                    if self._tasks or self._training or self._is_closed:
+                        break
                     self._lock.wait()
                 if self._is_closed:
                     return
                 task = self._tasks.popleft() if self._tasks else None
-                if task is None:
-                    waiting = [one for one in self._instances.values() if len(one.queue)]
+                if task is None and waiting:
                     chosen = min(waiting, key=lambda one: one.queue.oldest or 0.0)
                     batch = chosen.queue.take(time.monotonic())
+                elif task is None:
+                    training = self._training[0]
             try:
                 if task is not None:
                     task()
+                elif training is not None:
+                    self._train(training)
                 else:
                     self._pass(chosen, batch)
             except Exception as error:
                 _log.exception("a worker's task failed")
-                if task is None:
-                    for arrived in batch:
-                        self._fail(arrived.message, InternalError(f"the worker at {self.address}: {error}"))
+                messages = [arrived.message for arrived in batch] if training is None else [training.message]
+                for message in messages:
+                    self._fail(message, InternalError(f"the worker at {self.address}: {error}"))
+
+    def _train(self, one: _Training) -> None:
+        """Takes training rows through their next layer."""
+        goes_on, found = False, None
+        try:
+            found = next(one.steps)
+            goes_on = found is None
+        except (CoserveError, RuntimeError, MemoryError) as error:
+            told = error if isinstance(error, CoserveError) else contained(error, "training in a block")
+            self._fail(one.message, told)
+        finally:
+            if not goes_on:
+                self._keep_training(lambda message: message is not one.message)
+        if found is not None:
+            self._reply(one.message.scheduler, *found)
+
+    def _keep_training(self, is_kept: Callable[[TrainRows], bool]) -> None:
+        with self._lock:
+            self._training = deque(one for one in self._training if is_kept(one.message))
 
     def _pass(self, one: _Instance, batch: Sequence[ArrivedRows]) -> None:
         """Takes a batch through its block; where that fails its messages pass one by one, so that one of them
@@ -435,7 +487,10 @@ class BlockHost:
         self._fail(message, error, address)
 
     def _fail(
-        self, message: PassRows | PutPages | CopyPages, error: CoserveError, unreached: str = ""
+        self,
+        message: PassRows | PutPages | CopyPages | TrainRows,
+        error: CoserveError,
+        unreached: str = "",
     ) -> None:
         kind, text = fault_of(error)
         self._reply(message.scheduler, RowsFailed(message.number, kind, text, unreached))

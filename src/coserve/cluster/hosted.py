@@ -3,15 +3,19 @@
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 from torch import Tensor
 
-from coserve.cluster.messages import BlockLoaded, RowsFailed, RowsPassed
+from coserve.cluster.messages import BlockLoaded, RowsFailed, RowsPassed, RowsReturned
 from coserve.cluster.remote import WorkerLink
+from coserve.core.sequence import Span, stage_spans
 
 # A number with its outcome and tensors; None where a worker was lost.
-Outcomes: TypeAlias = "queue.SimpleQueue[tuple[int, RowsPassed | RowsFailed | None, list[Tensor]]]"
+Outcomes: TypeAlias = (
+    "queue.SimpleQueue[tuple[int, RowsPassed | RowsReturned | RowsFailed | None, list[Tensor]]]"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +70,7 @@ class HostedBlock:
             self.filled[pages[place]] = max(self.filled.get(pages[place], 0), there)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockSettings:
     """The cut of a base into blocks: their number, the instances of each, and what an instance is told of its
     model and of its keys and values."""
@@ -80,3 +84,12 @@ class BlockSettings:
     pages: int
     page_size: int
     sequences: int
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The layers of each block."""
+        return stage_spans(self.depth, self.blocks)
+
+    def block_of(self, layer: int) -> int:
+        """The block that has a layer."""
+        return next(block for block, span in enumerate(self.spans) if span.first <= layer < span.last)

@@ -1,7 +1,7 @@
 """One block instance of a worker: the block's layers, keys and values of a scheduler's sequences in them, and
 its adapters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.sites import Site
@@ -16,7 +17,8 @@ from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.paged import make_batched
 from coserve.cluster.blocks import BlockShards, merged_sites
-from coserve.cluster.messages import PassRows, RowSegment
+from coserve.cluster.messages import PassRows, RowSegment, TrainRows
+from coserve.cluster.returning import Trained, trained
 from coserve.errors import ConfigError, RequestError
 from coserve.executors.codec import Codec
 from coserve.executors.executor import LoadAdapter
@@ -85,6 +87,15 @@ class OpenBlock:
             parts.append(torch.cat([back[start + i] for i in range(count)]))
             start += count
         return parts
+
+    def train(self, message: TrainRows, tensors: Sequence[Tensor]) -> Iterator[Trained | None]:
+        """Takes training rows through layers, one at each step, after which it gives None; at last it gives
+        the reply and its tensors. Raises RequestError for rows of other layers or shapes, and
+        AdapterNotFound."""
+        return trained(self.base, self.span, self._version(message.adapter), message, tensors)
+
+    def _version(self, key: str) -> AdapterVersion:
+        return self.loaded.find(key) if key else AdapterVersion("", 0, ())
 
     def read_pages(self, pages: Sequence[int]) -> Tensor:
         """The bytes of pages [pages, bytes]. Raises RequestError."""

@@ -19,6 +19,7 @@ from coserve.cluster.messages import (
     ReadFrozen,
     RowsFailed,
     RowsPassed,
+    RowsReturned,
     Settled,
     raise_fault,
 )
@@ -26,7 +27,7 @@ from coserve.cluster.peer import UNHEARD, Peer, connect, hang_up
 from coserve.errors import CoserveError, Unreachable, error_named
 
 _LOADING: Final = 600.0  # seconds in which a block is loaded, or an adapter read
-Outcome = Callable[[int, RowsPassed | RowsFailed, list[Tensor]], object]
+Outcome = Callable[[int, RowsPassed | RowsReturned | RowsFailed, list[Tensor]], object]
 
 
 class WorkerLink:
@@ -127,7 +128,7 @@ class WorkerLink:
             case FrozenRead():
                 key = message.number, message.path, "read"
                 self._settle(key, message.fault, lambda: _parameter(message.dimensions, tensors))
-            case RowsPassed() | RowsFailed():
+            case RowsPassed() | RowsReturned() | RowsFailed():
                 self._passed(message.number, message, tensors)
             case _:
                 raise ConnectionError(f"{type(message).__name__} comes from no worker")
