@@ -249,7 +249,8 @@ class EngineConfig:
             "cache_dtype": (self.cache_dtype != "auto", "workers keep keys and values in the model's type"),
             "executor": (self.executor != "local", "its workers are processes of their own already"),
             "scheduler.training_window": (
-                "training_window" in self.scheduler, "a window is a whole micro-batch"
+                "training_window" in self.scheduler,
+                "a window is a whole micro-batch",
             ),
         }
         for name, (is_set, reason) in refused.items():

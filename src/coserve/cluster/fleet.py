@@ -328,15 +328,19 @@ class ClusterFleet:
             found.outcome.put((number, message, tensors))
 
     def failed(
-        self, number: int, message: RowsFailed | None, instances: Sequence[HostedBlock]
+        self,
+        number: int,
+        message: RowsPassed | RowsReturned | RowsFailed | None,
+        instances: Sequence[HostedBlock],
     ) -> CoserveError | None:
-        """Notes why something did not come back. Returns the error where it is nobody's going away."""
+        """Notes why something did not come back, or what came was not asked for. Returns the error where it
+        is nobody's going away."""
         for worker in {one.worker for one in self.instances()}:
             with suppress(Unreachable):
                 worker.send(CancelRows((number,)))
         for one in instances:  # pages that were to be cleaned may not be
             one.filled = {page: count for page, count in one.filled.items() if count}
-        if message is None:
+        if not isinstance(message, RowsFailed):
             return None
         if message.unreached:
             pairs = itertools.pairwise(one.worker.address for one in instances)

@@ -355,7 +355,9 @@ class BlockHost:
             with self._lock:
                 count = sum(one.message.scheduler == message.scheduler for one in self._training)
                 if count >= _TRAINING:
-                    raise RequestError(f"the worker at {self.address} has {count} windows in training already")
+                    raise RequestError(
+                        f"the worker at {self.address} has {count} windows in training already"
+                    )
                 self._training.append(_Training(message, block.train(message, tensors)))
                 self._lock.notify_all()
         except CoserveError as error:

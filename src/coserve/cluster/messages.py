@@ -187,7 +187,9 @@ class TrainRows(msgspec.Struct, frozen=True, tag=True):
     instance: Number
     first: Count
     last: Count
-    lengths: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)], ...], msgspec.Meta(min_length=1)]
+    lengths: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)], ...], msgspec.Meta(min_length=1)
+    ]
     adapter: Text = ""
     seed: Text | None = None
     bottom: Count | None = None

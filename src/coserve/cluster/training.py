@@ -6,6 +6,7 @@ is lost loses nothing but the message under way, which goes to another instance;
 message is answered, so once.
 """
 
+import itertools
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import torch
 from msgspec import structs
 from torch import Tensor
 
@@ -128,10 +130,9 @@ class ClusterTraining(TrainingPasses):
                 window.gradient = found.pop(0)[None]
             own = [leaves[name] for name in message.parameters]
             if own:
-                parts = found[0][0].split([leaf.numel() for leaf in own])
-                window.backward.accumulate(
-                    own, [part.view_as(leaf) for part, leaf in zip(parts, own, strict=True)]
-                )
+                parts = torch.split(found[0][0], [leaf.numel() for leaf in own])
+                gradients = [part.view_as(leaf) for part, leaf in zip(parts, own, strict=True)]
+                window.backward.accumulate(own, gradients)
             window.reached = piece.start
 
         return _Trip(pieces, send, take, window.window.rows)
@@ -158,8 +159,12 @@ class ClusterTraining(TrainingPasses):
         if not layers:
             return []
         borders = {span.first for span in self.fleet.settings.spans} | {store.saved.fates.lowest}
-        cuts = [layers.start, *sorted(one for one in borders if layers.start < one < layers.stop), layers.stop]
-        return [range(first, last) for first, last in zip(cuts, cuts[1:], strict=False)]
+        cuts = [
+            layers.start,
+            *sorted(one for one in borders if layers.start < one < layers.stop),
+            layers.stop,
+        ]
+        return [range(first, last) for first, last in itertools.pairwise(cuts)]
 
     def _travel(self, trips: Sequence[_Trip]) -> None:
         """Takes windows through all their pieces, each at its own pace. Those that a worker's error stops
@@ -215,4 +220,6 @@ class ClusterTraining(TrainingPasses):
         going[number] = trip, one
         self._rows[one.number] = self._rows.get(one.number, 0) + trip.rows
         with suppress(Unreachable):  # told as an outcome
-            one.worker.send(structs.replace(message, number=number, instance=one.number), [x.cpu() for x in tensors])
+            one.worker.send(
+                structs.replace(message, number=number, instance=one.number), [x.cpu() for x in tensors]
+            )

@@ -24,10 +24,10 @@ from coserve.cluster.training import ClusterTraining
 from coserve.errors import NotOffered
 from coserve.executors.codec import Codec
 from coserve.executors.executor import (
+    CloseSession,
     Command,
     DropAdapters,
     LoadAdapter,
-    CloseSession,
     OpenSession,
     R,
     TraceLayers,
@@ -40,7 +40,9 @@ from coserve.worker.fused_pass import FusedPass, ThroughLayers
 from coserve.worker.inference import InferenceBatch, outside_layers
 from coserve.worker.worker import Worker
 
-_KEEPS_INPUTS = "a base whose blocks are on a cluster (engine.cluster) has the inputs of its blocks kept alone"
+_KEEPS_INPUTS = (
+    "a base whose blocks are on a cluster (engine.cluster) has the inputs of its blocks kept alone"
+)
 
 
 class ElsewhereCache(AttentionBackend[CommonAttentionMetadata]):
@@ -243,10 +245,12 @@ class ClusterAnswers(Worker):
         shards: Any = self.base.shards
         given: Command[Any] = command
         match command:
-            case TraceLayers():  # workers keep no activations, so that nothing is to be known of layers
-                if command.keep is not SavePolicy.INPUTS:
-                    raise NotOffered(f"training.keep of {command.keep}: {_KEEPS_INPUTS}")
+            case TraceLayers():  # nothing is to be known of layers whose activations are not kept
                 return cast(R, None)
+            case OpenSession() if command.config.keep is not SavePolicy.INPUTS:
+                keep = command.config.keep
+                told = keep.value if isinstance(keep, SavePolicy) else f"{keep} bytes"
+                raise NotOffered(f"training.keep of {told}: {_KEEPS_INPUTS}")
             case OpenSession(reference=AdapterVersion() as reference):
                 self._references[command.job] = reference = replace(reference, name=f"{command.job}/compared")
                 given = replace(command, reference=reference)

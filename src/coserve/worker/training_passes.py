@@ -123,9 +123,7 @@ class TrainingPasses:
                 yield TailSlice(segment, self._through_tail, self.short)
         if back := [segment for segment in segments if segment.direction is Direction.BACKWARD]:
             windows, rows = self._windows(back, _backward_window), self._held.window_group_rows
-            yield BackwardSlices(
-                windows, self.short, 0 if alone else rows, self.pause.check, self.backward
-            )
+            yield BackwardSlices(windows, self.short, 0 if alone else rows, self.pause.check, self.backward)
 
     def _windows(
         self,
