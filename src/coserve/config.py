@@ -138,6 +138,14 @@ class EngineConfig:
     cluster_copies: Annotated[
         int, Range(1, MOST_RANKS), Flag("Workers of --cluster that have each of the blocks, at most.", "N")
     ] = 1
+    cluster_queue: Annotated[
+        int,
+        Range(0),
+        Flag("Rows waiting at a block above which another worker of --cluster loads it too; 0: never.", "N"),
+    ] = 0
+    cluster_idle: Annotated[
+        float, Range(0), Flag("Seconds without work after which such a further instance goes.", "SECONDS")
+    ] = 30.0
     deterministic: Annotated[bool, Flag("Bitwise the same results, whatever else runs; slower.")] = False
     allow_special_tokens: Annotated[
         bool, Flag("Control tokens spelled in prompts, messages and training data are such, not text.")

@@ -51,6 +51,7 @@ from coserve.cluster.peer import Peer, hang_up
 from coserve.cluster.returning import Trained
 from coserve.core.contained import contained
 from coserve.errors import CoserveError, InternalError, ModelError, RequestError
+from coserve.memory.measured import device_capacity
 from coserve.model.base import Base
 from coserve.split.address import Address, shut
 
@@ -67,6 +68,7 @@ class _Instance:
 
     block: OpenBlock
     queue: AgentQueue[ArrivedRows]
+    most: int = 0  # rows that have waited at once since its scheduler was told
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +103,7 @@ class BlockHost:
         """Begins to listen. Raises ConfigError and ServerError."""
         self._key, self._find_model, self._device = key, find_model, device
         self._settings = batch_rows, countdown
+        self._room = partial(device_capacity, torch.device(device))
         self._listening, bound = Address.parse(listen).listen()
         self._bound, self.address = bound, str(bound)
         self._lock = threading.Condition()  # of all below
@@ -211,13 +214,8 @@ class BlockHost:
             raise ConnectionError(f"{type(message).__name__} comes from schedulers alone")
         match message:
             case Ping():
-                with self._lock:
-                    queued = {
-                        place[1]: one.queue.rows
-                        for place, one in self._instances.items()
-                        if place[0] == scheduler
-                    }
-                peer.send(Pong(queued))
+                room = self._room()
+                peer.send(Pong(self._queued(scheduler), room.total, room.free))
             case LoadBlock():
                 self._settle(peer, message.number, "", partial(self._load, peer, scheduler, message))
             case TellSites():
@@ -241,6 +239,21 @@ class BlockHost:
                 self._queue_training(message, tensors)
             case _:
                 raise ConnectionError(f"{type(message).__name__} is no message for a worker")
+
+    def _queued(self, scheduler: str) -> dict[int, int]:
+        """The most rows that have waited at each of a scheduler's instances since this was last asked."""
+        with self._lock:
+            own = {place[1]: one for place, one in self._instances.items() if place[0] == scheduler}
+            found = {number: one.most for number, one in own.items()}
+            for number, one in own.items():
+                one.most = self._rows_of(one, scheduler, number)
+        return found
+
+    def _rows_of(self, one: _Instance, scheduler: str, number: int) -> int:
+        """Rows that wait at an instance, of answers and of training; the lock is held."""
+        training = (own.message for own in self._training if own.message.scheduler == scheduler)
+        rows = sum(sum(own.lengths) for own in training if own.instance == number)
+        return one.queue.rows + rows
 
     def _settle(self, peer: Peer, number: int, what: str, act: Callable[[], object]) -> None:
         """Acts on a thread of its own, as signs of life are asked for meanwhile."""
@@ -282,7 +295,7 @@ class BlockHost:
                 dtype = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
                 found = load_block(folder, span, dtype, self._device)
             base, content = found
-            block = OpenBlock(base, content, span, asked.pages, asked.page_size, asked.sequences)
+            block = OpenBlock(base, content, asked)
             one = _Instance(block, AgentQueue(*self._settings))
             with self._lock:
                 self._bases[key] = found
@@ -346,19 +359,21 @@ class BlockHost:
         has_pages = all(segment.context for segment in message.segments)
         with self._lock:
             one.queue.put(arrived, keys, len(arrived.hidden), has_pages, time.monotonic())
+            one.most = max(one.most, one.queue.rows)
             self._lock.notify_all()
 
     def _queue_training(self, message: TrainRows, tensors: Sequence[Tensor]) -> None:
         """Queues training rows. A scheduler has a few under way, so what it sends beyond is refused."""
         try:
-            block = self._find(message.scheduler, message.instance).block
+            one = self._find(message.scheduler, message.instance)
             with self._lock:
-                count = sum(one.message.scheduler == message.scheduler for one in self._training)
+                count = sum(own.message.scheduler == message.scheduler for own in self._training)
                 if count >= _TRAINING:
                     raise RequestError(
                         f"the worker at {self.address} has {count} windows in training already"
                     )
-                self._training.append(_Training(message, block.train(message, tensors)))
+                self._training.append(_Training(message, one.block.train(message, tensors)))
+                one.most = max(one.most, self._rows_of(one, message.scheduler, message.instance))
                 self._lock.notify_all()
         except CoserveError as error:
             self._fail(message, error)

@@ -17,7 +17,7 @@ from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.paged import make_batched
 from coserve.cluster.blocks import BlockShards, merged_sites
-from coserve.cluster.messages import PassRows, RowSegment, TrainRows
+from coserve.cluster.messages import LoadBlock, PassRows, RowSegment, TrainRows
 from coserve.cluster.returning import Trained, trained
 from coserve.errors import ConfigError, RequestError
 from coserve.executors.codec import Codec
@@ -40,19 +40,19 @@ class OpenBlock:
     """An instance: its number is its scheduler's. Adapters and pages are changed by one thread at a time, as
     the worker has it."""
 
-    def __init__(
-        self, base: Base, content: str, span: range, pages: int, page_size: int, sequences: int
-    ) -> None:
+    def __init__(self, base: Base, content: str, asked: LoadBlock) -> None:
         """Raises ConfigError where the keys and values do not fit into memory."""
+        span = range(asked.first, asked.last)
         self.base, self.content, self.span = base, content, span
         self._shards = BlockShards(base.sites, span, base.depth)
         try:
-            self.attention = make_batched(base.caches, pages, page_size, base.dtype, base.device)
+            self.attention = make_batched(base.caches, asked.pages, asked.page_size, base.dtype, base.device)
         except RuntimeError as error:  # torch is out of memory
             raise ConfigError(
-                f"keys and values of {pages * page_size} tokens do not fit into the worker's memory"
+                f"keys and values of {asked.pages * asked.page_size} tokens do not fit into the worker's "
+                "memory"
             ) from error
-        self._slots = LoraSlotPools(linears_together(base), sequences, base.device)
+        self._slots = LoraSlotPools(linears_together(base), asked.sequences, base.device)
         self.loaded = LoadedAdapters(lambda version: self._slots.forget(version.bypasses))
 
     def tell_sites(self, sites: Sequence[Site]) -> None:

@@ -234,9 +234,12 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life, with the rows that wait at each instance."""
+    """A sign of life, with the most rows that have waited at each instance since the last one, and the bytes
+    of the device's memory: all, and those that are free."""
 
     queued: dict[int, int]
+    memory: Number
+    free: Number
 
 
 Message = (

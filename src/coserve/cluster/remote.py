@@ -44,7 +44,8 @@ class WorkerLink:
     ) -> None:
         """Connects. Raises Unreachable."""
         self.address, self.is_alive = address, True
-        self.queued: dict[int, int] = {}  # rows that wait at each instance, as last told
+        self.queued: dict[int, int] = {}  # most rows that have waited at each instance, as last told
+        self.memory = self.free = 0  # bytes of its device
         self._passed, self._lost = passed, lost
         self._peer: Peer = connect(address, key, scheduler)
         self._heard, self._pinged = time.monotonic(), 0.0
@@ -120,7 +121,7 @@ class WorkerLink:
     def _take(self, message: Message, tensors: list[Tensor]) -> None:
         match message:
             case Pong():
-                self.queued = message.queued
+                self.queued, self.memory, self.free = message.queued, message.memory, message.free
             case BlockLoaded():
                 self._loaded[message.number] = message
             case Settled():
