@@ -26,4 +26,6 @@ def test_neighbouring_blocks_are_on_one_host() -> None:
     there = [fleet._instances[1]]
     fleet._refused["tcp:b:1"] = "another model"
     worker = fleet._room_for(1, there)
-    assert worker is not None and worker.address == "tcp:a:2", "its own worker and one that is refused are not"
+    assert worker is not None and worker.address == "tcp:a:2", (
+        "its own worker and one that is refused are not"
+    )
