@@ -126,6 +126,7 @@ def test_workers_die_while_a_job_trains(
             assert next(queued) > 80
 
 
+@pytest.mark.slow
 def test_a_job_on_pairs_goes_on_from_its_state(
     model: Path, wanted: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
