@@ -1,4 +1,4 @@
-"""Where a scheduler has blocks loaded: on workers with the fewest, beside the blocks before and behind."""
+"""Blocks are loaded by workers with the fewest, beside the blocks before and behind."""
 
 from types import SimpleNamespace
 from typing import Any
