@@ -69,7 +69,7 @@ class AdapterShards:
         return self.cut(adapter)
 
     def published(self, version: AdapterVersion) -> AdapterVersion:
-        """The part that answers here of a version that training publishes, given the part that trains here."""
+        """The part of a version published by training that answers here, given the one that trains here."""
         return version
 
     def cut_moments(self, adapter: AdapterVersion, moments: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
