@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+from coserve.core.ranges import MOST_COUNT
 from coserve.core.setting import Flag, Range, check_ranges
 from coserve.core.size import read_memory, read_size
 from coserve.errors import ConfigError
@@ -137,6 +138,14 @@ class EngineConfig:
     cluster_copies: Annotated[
         int, Range(1, MOST_RANKS), Flag("Workers of --cluster that have each of the blocks, at most.", "N")
     ] = 1
+    cluster_queue: Annotated[
+        int,
+        Range(0),
+        Flag("Rows waiting at a block above which another worker of --cluster loads it too; 0: never.", "N"),
+    ] = 0
+    cluster_idle: Annotated[
+        float, Range(0), Flag("Seconds without work after which such a further instance goes.", "SECONDS")
+    ] = 30.0
     deterministic: Annotated[bool, Flag("Bitwise the same results, whatever else runs; slower.")] = False
     allow_special_tokens: Annotated[
         bool, Flag("Control tokens spelled in prompts, messages and training data are such, not text.")
@@ -247,6 +256,10 @@ class EngineConfig:
             "deterministic": (self.deterministic, "workers compute rows together as they come"),
             "cache_dtype": (self.cache_dtype != "auto", "workers keep keys and values in the model's type"),
             "executor": (self.executor != "local", "its workers are processes of their own already"),
+            "scheduler.training_window": (
+                "training_window" in self.scheduler,
+                "a window is a whole micro-batch",
+            ),
         }
         for name, (is_set, reason) in refused.items():
             if is_set:
@@ -254,8 +267,8 @@ class EngineConfig:
 
     @property
     def measures_costs(self) -> bool:
-        """Tells whether engines measure the costs of steps as they start. What is measured trains, which a
-        base on a cluster does not: its costs are learned from the steps that run."""
+        """Tells whether engines measure the costs of steps as they start. Those of a base on a cluster depend
+        on its workers' other work: they are learned from the steps that run."""
         return self.calibrate and not self.cluster
 
     @property
@@ -267,7 +280,11 @@ class EngineConfig:
     def scheduler_settings(self) -> dict[str, Any]:
         """Fields of `schedule.SchedulerConfig`. The deterministic mode fixes the size of training windows and
         the order in which gradients add up."""
-        fixed = {"training_window": 128, "micro_batches_in_flight": 1} if self.deterministic else {}
+        fixed: dict[str, int] = {}
+        if self.deterministic:
+            fixed = {"training_window": 128, "micro_batches_in_flight": 1}
+        if self.cluster:  # a worker keeps nothing of a window, so that all of a micro-batch is in one
+            fixed = {"training_window": MOST_COUNT}
         return {**fixed, **self.scheduler}
 
     @property

@@ -64,6 +64,14 @@ class AdapterShards:
         parameters = {n: self._all(t, shares[n]) for n, t in adapter.parameters().items()}
         return each_bypass(adapter, self._whole).with_parameters(parameters)
 
+    def trained(self, adapter: AdapterVersion) -> AdapterVersion:
+        """The part of an adapter whose weights train here. Raises AdapterError as `cut` does."""
+        return self.cut(adapter)
+
+    def published(self, version: AdapterVersion) -> AdapterVersion:
+        """The part of a version published by training that answers here, given the one that trains here."""
+        return version
+
     def cut_moments(self, adapter: AdapterVersion, moments: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The rank's part of AdamW's state of an adapter's weights."""
         return {name: self._part(t, share) for name, t, share in self._of_moments(adapter, moments)}

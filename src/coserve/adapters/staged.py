@@ -13,7 +13,7 @@ from coserve.adapters.sites import EMBEDDED, Site
 from coserve.errors import AdapterError
 from coserve.parallel.ranks import Ranks
 
-_VIRTUAL: Final = ("prefix_tuning", "prompt_tuning", "p_tuning")
+VIRTUAL_METHODS: Final = ("prefix_tuning", "prompt_tuning", "p_tuning")
 _NOT_OFFERED: Final = "they are not offered with engine.pipeline_parallel"
 _OWN: Final = MatrixShare(is_alone=True)
 
@@ -42,7 +42,7 @@ class StageShards(AdapterShards):
 
     def expect(self, methods: Sequence[str]) -> None:
         """See `AdapterShards`."""
-        if virtual := next((name for name in methods if name in _VIRTUAL), ""):
+        if virtual := next((name for name in methods if name in VIRTUAL_METHODS), ""):
             raise AdapterError(f"{virtual} has virtual tokens: {_NOT_OFFERED}")
 
     def has(self, path: str) -> bool:

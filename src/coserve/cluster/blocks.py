@@ -18,10 +18,11 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Dense
 from coserve.adapters.decodable import decodable
 from coserve.adapters.sites import FrozenParameters, Site, Sites, Weights
-from coserve.adapters.staged import StageShards
+from coserve.adapters.staged import VIRTUAL_METHODS, StageShards
 from coserve.errors import AdapterError, ConfigError, NotOffered, UnsupportedModel
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell
+from coserve.model.chain import Chain
 from coserve.model.contents import ModelContents
 from coserve.model.frozen import HeldParameters
 from coserve.model.load import adopt, drive, load_model, make_base, usable_device
@@ -30,6 +31,7 @@ from coserve.model.placing import leave_file
 from coserve.model.refusal import refusing
 from coserve.model.staged.load import SpanCut
 from coserve.parallel.ranks import ALONE
+from coserve.train.proof import prove_training
 
 _PIECE: Final = 1 << 22
 _FILES: Final = ("config.json", "*.safetensors", "*.index.json")
@@ -63,6 +65,19 @@ class EndsCut(SpanCut):
         return range(0)
 
 
+class BlockChain(Chain):
+    """The layers `span` of the `whole` chain are here; rows enter and leave the process around them."""
+
+    def __init__(self, whole: Chain, cell: BatchCell, span: range) -> None:
+        super().__init__(whole.blocks, whole.ends, cell)
+        self.shortcut, self._span = whole.shortcut, span
+
+    @property
+    def span(self) -> range:
+        """See `Chain`."""
+        return self._span
+
+
 def files_digest(folder: Path) -> str:
     """Content hash of a model's files. Raises ConfigError where they cannot be read."""
     paths = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
@@ -84,8 +99,8 @@ def files_digest(folder: Path) -> str:
 def load_block(
     folder: Path, span: range, dtype: torch.dtype | str, device: str | torch.device
 ) -> tuple[Base, str]:
-    """Loads and proves the layers of a span, of all tensors in the model's files theirs alone; and the
-    block's content hash. Raises ModelError and UnsupportedModel."""
+    """Loads and proves the layers of a span, of all tensors in the model's files theirs alone, for answers
+    and for training; and the block's content hash. Raises ModelError and UnsupportedModel."""
     base, digest = _load(folder, BlockCut(span), dtype, device)
     refused = {
         "the states of its recurrent layers stay in one process": bool(base.mixers),
@@ -96,6 +111,8 @@ def load_block(
     for reason, is_so in refused.items():
         if is_so:
             raise UnsupportedModel(f"{base.model.config.model_type} cannot be cut into blocks: {reason}")
+    prove_training(base)
+    base.chain = BlockChain(base.chain, base.cell, span)
     return base, digest
 
 
@@ -146,6 +163,11 @@ class BlockShards(StageShards):
 
     def __init__(self, sites: Sites, span: range, depth: int) -> None:
         super().__init__(ALONE, sites, span, depth)
+
+    def expect(self, methods: Sequence[str]) -> None:
+        """See `AdapterShards`."""
+        if virtual := next((name for name in methods if name in VIRTUAL_METHODS), ""):
+            raise AdapterError(f"{virtual} has virtual tokens: {_NOT_OFFERED}")
 
     def has(self, path: str) -> bool:
         """See `AdapterShards`."""

@@ -58,7 +58,7 @@ class LiveDispatch:
         held = {name: _held(one, rows, page_size) for name, one in named.items() if rows.context}
         view = ClusterView(
             {name: _worker(name, one) for name, one in named.items()},
-            {_CONTENT: ClusterBlock(_CONTENT, 0, token_nbytes, 1, _profile(candidates))},
+            {_CONTENT: ClusterBlock(_CONTENT, 0, token_nbytes, 1, measured_profile(candidates))},
             tuple(_instance(name, one, planned) for name, one in named.items()),
             self._links(before, named),
         )
@@ -74,16 +74,15 @@ class LiveDispatch:
         for one in [*([] if before is None else [before]), *named.values()]:
             for other in named.values():
                 if one.worker is not other.worker:
-                    rate = link_rate(one, other, self._rates)
-                    links[one.worker.address, other.worker.address] = ClusterLink(rate)
+                    pair = one.worker.address, other.worker.address
+                    links[pair] = ClusterLink(link_rate(*pair, self._rates))
         return links
 
 
-def link_rate(sender: HostedBlock, receiver: HostedBlock, rates: Mapping[tuple[str, str], float]) -> float:
-    """Bytes a second between two workers, as measured, or guessed from where they are."""
-    pair = sender.worker.address, receiver.worker.address
-    hosts = {Address.parse(address).host for address in pair}
-    return max(rates.get(pair, _LOCAL if len(hosts) == 1 else _REMOTE), 1.0)
+def link_rate(sender: str, receiver: str, rates: Mapping[tuple[str, str], float]) -> float:
+    """Bytes a second between the workers at two addresses, as measured, or guessed from where they are."""
+    hosts = {Address.parse(address).host for address in (sender, receiver)}
+    return max(rates.get((sender, receiver), _LOCAL if len(hosts) == 1 else _REMOTE), 1.0)
 
 
 def _held(one: HostedBlock, rows: SequenceRows, page_size: int) -> int:
@@ -97,7 +96,7 @@ def _worker(name: str, one: HostedBlock) -> ClusterWorker:
     return ClusterWorker(name, Address.parse(name).host, MOST_COUNT, 0, 1.0, 1.0, one.rate or 1 / _GUESS)
 
 
-def _profile(candidates: Sequence[HostedBlock]) -> ComputeProfile:
+def measured_profile(candidates: Sequence[HostedBlock]) -> ComputeProfile:
     """The block's seconds by rows, as its instances have taken them on average; growing, as passes of few
     rows may be slow at times."""
     sizes = sorted({size for one in candidates for size in one.seconds})

@@ -38,7 +38,7 @@ class DispatchRule(StrEnum):
     COPY_ONLY = "copy_only"
 
 
-_WAYS: Final = {
+WAYS: Final = {
     DispatchRule.OWNER_FIRST: MovingPages.MEET,
     DispatchRule.LEAST_BUSY: MovingPages.COPY,
     DispatchRule.RECOMPUTE_ONLY: MovingPages.RECOMPUTE,
@@ -173,7 +173,7 @@ class Dispatch:
         self, view: ClusterView, request: ChainRequest, block: ClusterBlock, worker: ClusterWorker, lacks: int
     ) -> tuple[str | None, MeetingPlan]:
         """The best plan for the pages that a worker lacks, and the worker that they are copied from."""
-        way = _WAYS[self.settings.rule]
+        way = WAYS[self.settings.rule]
         holders = [
             holder
             for holder, tokens in request.pages.get(block.content, {}).items()

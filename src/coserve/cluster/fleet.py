@@ -14,24 +14,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import structs
 from torch import Tensor
 
 from coserve.adapters.sites import Site
 from coserve.cluster.blocks import decode_sites, encode_sites
+from coserve.cluster.growing import due_changes
 from coserve.cluster.hosted import BlockSettings, HostedBlock, Outcomes
 from coserve.cluster.messages import (
     CancelRows,
     CloseBlock,
     DropVersions,
     HoldAdapter,
-    LoadBlock,
     ReadFrozen,
     RowsFailed,
     RowsPassed,
+    RowsReturned,
     TellSites,
 )
 from coserve.cluster.remote import WorkerLink, error_in
-from coserve.core.sequence import stage_spans
+from coserve.cluster.scaling import DropInstance
 from coserve.errors import (
     ConfigError,
     CoserveError,
@@ -40,6 +42,7 @@ from coserve.errors import (
     Unreachable,
     WeightsUnreadable,
 )
+from coserve.split.address import Address
 
 _log = logging.getLogger(__name__)
 _BEAT: Final = 1.0  # seconds between signs of life, and between attempts to reach a worker
@@ -60,6 +63,7 @@ class ClusterFleet:
     def __init__(self, settings: BlockSettings, addresses: Callable[[], Collection[str]], key: bytes) -> None:
         self.settings, self.id = settings, uuid.uuid4().hex
         self.contents: dict[int, str] = {}  # of each block, as its first instance told
+        self.rates: dict[tuple[str, str], float] = {}  # bytes a second of links, as pages have shown
         self._addresses, self._key = addresses, key
         self._numbers = itertools.count(1)  # of instances and passes
         self._lock = threading.Lock()  # of all below
@@ -68,6 +72,7 @@ class ClusterFleet:
         self._instances: dict[int, HostedBlock] = {}
         self._under_way: dict[int, _SentNumber] = {}
         self._avoided: dict[tuple[str, str], float] = {}  # links, and until when
+        self._unfit: set[tuple[int, str]] = set()  # blocks and workers that could not load them too
         self._adapters: dict[str, bytes] = {}  # encoded, that instances hold
         self._sites = b""
         self._placing = threading.RLock()  # blocks are placed by one thread at a time
@@ -150,6 +155,8 @@ class ClusterFleet:
             self._connect()
             try:
                 self.place()
+                if self.settings.queue:
+                    self._scale()
             except CoserveError as error:
                 _log.warning("blocks are not where they should be: %s", error)
 
@@ -158,6 +165,7 @@ class ClusterFleet:
         with self._lock:
             if self._workers.get(worker.address) is worker:
                 del self._workers[worker.address]
+            self._unfit = {one for one in self._unfit if one[1] != worker.address}
             lost = [one for one in self._instances.values() if one.worker is worker]
             for one in lost:
                 del self._instances[one.number]
@@ -197,37 +205,53 @@ class ClusterFleet:
                             self._refused[worker.address] = str(raised)
                 if not there:
                     raise error or WeightsUnreadable(
-                        f"no worker of the cluster has block {block} of {self.settings.model}, or can load it"
+                        f"no worker of the cluster has block {block} of {self.settings.load.model}, or can "
+                        "load it"
                     )
                 found.append(there[0])
             return found
 
+    def _scale(self) -> None:
+        """Adds instances of blocks whose queues are long, and takes those away that have been idle. Pages
+        stay where they are: those that a new instance lacks come when rows do."""
+        with self._placing:
+            with self._lock:
+                workers = {a: one for a, one in self._workers.items() if a not in self._refused}
+            there = self.instances()
+            for change in due_changes(self.settings, there, workers, self.rates, time.monotonic()):
+                block, worker = int(change.content), workers[change.worker]
+                if isinstance(change, DropInstance):
+                    _log.info("block %d leaves the worker at %s: it had no work", block, worker.address)
+                    self._close(next(o for o in there if o.block == block and o.worker is worker))
+                elif (block, worker.address) not in self._unfit:
+                    _log.info("block %d comes to the worker at %s too", block, worker.address)
+                    try:
+                        self._load(block, worker)
+                    except CoserveError as error:
+                        _log.warning("%s", error)
+                        self._unfit.add((block, worker.address))
+
     def _room_for(self, block: int, there: Sequence[HostedBlock]) -> WorkerLink | None:
+        """The worker with the fewest blocks; of several one on a host of the blocks before and behind, from
+        which all rows come and to which they go."""
         taken = {one.worker.address for one in there}
+        beside = [one for other in (block - 1, block + 1) for one in self.instances(other)]
+        hosts = {Address.parse(one.worker.address).host for one in beside}
         with self._lock:
             counts = dict.fromkeys(self._workers, 0)
             for one in self._instances.values():
                 if one.worker.address in counts:
                     counts[one.worker.address] += 1
             free = [a for a in self._workers if a not in taken and a not in self._refused]
-            return self._workers[min(free, key=lambda a: (counts[a], a))] if free else None
+            order = {a: (counts[a], Address.parse(a).host not in hosts, a) for a in free}
+            return self._workers[min(free, key=lambda a: order[a])] if free else None
 
     def _load(self, block: int, worker: WorkerLink) -> None:
         """Opens an instance. Raises the worker's error, and ModelError for another block than that of the
         first instance."""
         own, number = self.settings, next(self._numbers)
-        span = stage_spans(own.depth, own.blocks)[block]
-        asked = LoadBlock(
-            number,
-            own.model,
-            own.files,
-            span.first,
-            span.last,
-            own.dtype,
-            own.pages,
-            own.page_size,
-            own.sequences,
-        )
+        span = own.spans[block]
+        asked = structs.replace(own.load, number=number, first=span.first, last=span.last)
         loaded = worker.load(asked)
         if self.contents.setdefault(block, loaded.content) != loaded.content:
             with suppress(Unreachable):
@@ -264,6 +288,27 @@ class ClusterFleet:
                 self.drop([key])
                 raise
 
+    def publish(self, key: str, adapter: bytes) -> None:
+        """As `hold`, for a version of an adapter in training: an instance that cannot hold it is closed, and
+        loaded anew."""
+        with self._placing:
+            with self._lock:
+                self._adapters[key] = adapter
+            for one in self.instances():
+                try:
+                    one.worker.ask(HoldAdapter(one.number, key, adapter), one.number, key)
+                except Unreachable:  # whoever takes its place gets it
+                    pass
+                except CoserveError as error:
+                    _log.warning("the worker at %s holds no more adapters: %s", one.worker.address, error)
+                    self._close(one)
+
+    def _close(self, one: HostedBlock) -> None:
+        with self._lock:
+            self._instances.pop(one.number, None)
+        with suppress(Unreachable):
+            one.worker.send(CloseBlock(one.number))
+
     def drop(self, keys: Sequence[str]) -> None:
         """Has no instance hold these versions."""
         with self._lock:
@@ -275,9 +320,7 @@ class ClusterFleet:
 
     def read(self, layer: int, path: str, what: str) -> Tensor | None:
         """A frozen parameter in a layer's block. Raises a worker's error."""
-        spans = stage_spans(self.settings.depth, self.settings.blocks)
-        block = next(place for place, span in enumerate(spans) if span.first <= layer < span.last)
-        for one in self.instances(block):
+        for one in self.instances(self.settings.block_of(layer)):
             with suppress(Unreachable):
                 return one.worker.read(ReadFrozen(one.number, path, what))
         raise WeightsUnreadable(f"no worker of the cluster that has {path} can be reached")
@@ -299,7 +342,9 @@ class ClusterFleet:
             outcome.put((number, None, []))
         return number
 
-    def _settle(self, number: int, message: RowsPassed | RowsFailed, tensors: list[Tensor]) -> None:
+    def _settle(
+        self, number: int, message: RowsPassed | RowsReturned | RowsFailed, tensors: list[Tensor]
+    ) -> None:
         """The outcome of what was under way; one that comes late is nobody's."""
         with self._lock:
             found = self._under_way.pop(number, None)
@@ -307,15 +352,19 @@ class ClusterFleet:
             found.outcome.put((number, message, tensors))
 
     def failed(
-        self, number: int, message: RowsFailed | None, instances: Sequence[HostedBlock]
+        self,
+        number: int,
+        message: RowsPassed | RowsReturned | RowsFailed | None,
+        instances: Sequence[HostedBlock],
     ) -> CoserveError | None:
-        """Notes why something did not come back. Returns the error where it is nobody's going away."""
+        """Notes why something did not come back, or what came was not asked for. Returns the error where it
+        is nobody's going away."""
         for worker in {one.worker for one in self.instances()}:
             with suppress(Unreachable):
                 worker.send(CancelRows((number,)))
         for one in instances:  # pages that were to be cleaned may not be
             one.filled = {page: count for page, count in one.filled.items() if count}
-        if message is None:
+        if not isinstance(message, RowsFailed):
             return None
         if message.unreached:
             pairs = itertools.pairwise(one.worker.address for one in instances)

@@ -57,7 +57,7 @@ class ClusterFront:
         moving: MovingPages = MovingPages.MEET,
     ) -> None:
         self.fleet, self.moving, self.settings = fleet, moving, fleet.settings
-        self.rates: dict[tuple[str, str], float] = {}  # bytes a second of links, as pages have shown
+        self.rates = fleet.rates
         self.choose: ChooseInstance = LiveDispatch(self.rates) if choose is None else choose
         self.copied = self.recomputed = 0  # tokens of pages that were brought, over all blocks
 
@@ -218,7 +218,9 @@ class ClusterFront:
             tokens=rows.context - first,
             token_nbytes=max(int(nbytes), 1),
             page=size,
-            link=None if source is None else ClusterLink(link_rate(source, one, self.rates)),
+            link=None
+            if source is None
+            else ClusterLink(link_rate(source.worker.address, one.worker.address, self.rates)),
             recompute_rate=one.rate or _RECOMPUTED,
         )
         meeting = Meeting(move, max(_CHUNK, size), MovingPages.RECOMPUTE if source is None else self.moving)

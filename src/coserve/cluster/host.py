@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,16 +43,20 @@ from coserve.cluster.messages import (
     RowsPassed,
     Settled,
     TellSites,
+    TrainRows,
     fault_of,
 )
 from coserve.cluster.outbox import Outbox, Sent
 from coserve.cluster.peer import Peer, hang_up
+from coserve.cluster.returning import Trained
 from coserve.core.contained import contained
 from coserve.errors import CoserveError, InternalError, ModelError, RequestError
+from coserve.memory.measured import device_capacity
 from coserve.model.base import Base
 from coserve.split.address import Address, shut
 
 _log = logging.getLogger(__name__)
+_TRAINING: Final = 256  # windows of a scheduler that may wait at a worker
 _CANCELLED: Final = 4096  # numbers that are remembered of each scheduler
 Place = tuple[str, int]  # a scheduler's id and its instance's number
 FindModel = Callable[[str], Path]
@@ -64,6 +68,15 @@ class _Instance:
 
     block: OpenBlock
     queue: AgentQueue[ArrivedRows]
+    most: int = 0  # rows that have waited at once since its scheduler was told
+
+
+@dataclass(frozen=True, eq=False)
+class _Training:
+    """Training rows on their way through a block's layers, one at each step."""
+
+    message: TrainRows
+    steps: Iterator[Trained | None]
 
 
 @dataclass(eq=False)
@@ -90,12 +103,14 @@ class BlockHost:
         """Begins to listen. Raises ConfigError and ServerError."""
         self._key, self._find_model, self._device = key, find_model, device
         self._settings = batch_rows, countdown
+        self._room = partial(device_capacity, torch.device(device))
         self._listening, bound = Address.parse(listen).listen()
         self._bound, self.address = bound, str(bound)
         self._lock = threading.Condition()  # of all below
         self._schedulers: dict[str, _Scheduler] = {}
         self._instances: dict[Place, _Instance] = {}
         self._tasks: deque[Callable[[], object]] = deque()  # beside rows, for the computing thread
+        self._training: deque[_Training] = deque()  # behind all rows
         self._outboxes: dict[str, Outbox] = {}
         self._peers: set[Peer] = set()
         self._is_closed = False
@@ -173,6 +188,7 @@ class BlockHost:
         self._schedulers.pop(scheduler, None)
         for place in [place for place in self._instances if place[0] == scheduler]:
             del self._instances[place]
+        self._training = deque(one for one in self._training if one.message.scheduler != scheduler)
         self._forget_bases()
 
     def _forget_bases(self) -> None:
@@ -198,13 +214,8 @@ class BlockHost:
             raise ConnectionError(f"{type(message).__name__} comes from schedulers alone")
         match message:
             case Ping():
-                with self._lock:
-                    queued = {
-                        place[1]: one.queue.rows
-                        for place, one in self._instances.items()
-                        if place[0] == scheduler
-                    }
-                peer.send(Pong(queued))
+                room = self._room()
+                peer.send(Pong(self._queued(scheduler), room.total, room.free))
             case LoadBlock():
                 self._settle(peer, message.number, "", partial(self._load, peer, scheduler, message))
             case TellSites():
@@ -224,8 +235,25 @@ class BlockHost:
                 self._cancel(scheduler, message.numbers)
             case CopyPages():
                 self._later(self._copy_pages, message)
+            case TrainRows():
+                self._queue_training(message, tensors)
             case _:
                 raise ConnectionError(f"{type(message).__name__} is no message for a worker")
+
+    def _queued(self, scheduler: str) -> dict[int, int]:
+        """The most rows that have waited at each of a scheduler's instances since this was last asked."""
+        with self._lock:
+            own = {place[1]: one for place, one in self._instances.items() if place[0] == scheduler}
+            found = {number: one.most for number, one in own.items()}
+            for number, one in own.items():
+                one.most = self._rows_of(one, scheduler, number)
+        return found
+
+    def _rows_of(self, one: _Instance, scheduler: str, number: int) -> int:
+        """Rows that wait at an instance, of answers and of training; the lock is held."""
+        training = (own.message for own in self._training if own.message.scheduler == scheduler)
+        rows = sum(sum(own.lengths) for own in training if own.instance == number)
+        return one.queue.rows + rows
 
     def _settle(self, peer: Peer, number: int, what: str, act: Callable[[], object]) -> None:
         """Acts on a thread of its own, as signs of life are asked for meanwhile."""
@@ -267,7 +295,7 @@ class BlockHost:
                 dtype = "auto" if asked.dtype == "auto" else getattr(torch, asked.dtype)
                 found = load_block(folder, span, dtype, self._device)
             base, content = found
-            block = OpenBlock(base, content, span, asked.pages, asked.page_size, asked.sequences)
+            block = OpenBlock(base, content, asked)
             one = _Instance(block, AgentQueue(*self._settings))
             with self._lock:
                 self._bases[key] = found
@@ -331,7 +359,24 @@ class BlockHost:
         has_pages = all(segment.context for segment in message.segments)
         with self._lock:
             one.queue.put(arrived, keys, len(arrived.hidden), has_pages, time.monotonic())
+            one.most = max(one.most, one.queue.rows)
             self._lock.notify_all()
+
+    def _queue_training(self, message: TrainRows, tensors: Sequence[Tensor]) -> None:
+        """Queues training rows. A scheduler has a few under way, so what it sends beyond is refused."""
+        try:
+            one = self._find(message.scheduler, message.instance)
+            with self._lock:
+                count = sum(own.message.scheduler == message.scheduler for own in self._training)
+                if count >= _TRAINING:
+                    raise RequestError(
+                        f"the worker at {self.address} has {count} windows in training already"
+                    )
+                self._training.append(_Training(message, one.block.train(message, tensors)))
+                one.most = max(one.most, self._rows_of(one, message.scheduler, message.instance))
+                self._lock.notify_all()
+        except CoserveError as error:
+            self._fail(message, error)
 
     def _put_pages(self, message: PutPages, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != 1:
@@ -350,6 +395,7 @@ class BlockHost:
             for place, one in self._instances.items():
                 if place[0] == scheduler:
                     one.queue.drop(lambda arrived: arrived.message.number in numbers)
+            self._keep_training(lambda own: own.scheduler != scheduler or own.number not in numbers)
 
     def _is_cancelled(self, scheduler: str, number: int) -> bool:
         with self._lock:
@@ -358,30 +404,53 @@ class BlockHost:
 
     def _compute(self) -> None:
         """The computing thread: what was asked for beside rows first, then the instance whose rows have
-        waited for longest."""
+        waited for longest, then a layer of training."""
         while True:
+            batch, training = list[ArrivedRows](), None
             with self._lock:
-                while not (
-                    self._tasks or self._is_closed or any(len(o.queue) for o in self._instances.values())
-                ):
+                while not (waiting := [one for one in self._instances.values() if len(one.queue)]):
+                    if self._tasks or self._training or self._is_closed:
+                        break
                     self._lock.wait()
                 if self._is_closed:
                     return
                 task = self._tasks.popleft() if self._tasks else None
-                if task is None:
-                    waiting = [one for one in self._instances.values() if len(one.queue)]
+                if task is None and waiting:
                     chosen = min(waiting, key=lambda one: one.queue.oldest or 0.0)
                     batch = chosen.queue.take(time.monotonic())
+                elif task is None:
+                    training = self._training[0]
             try:
                 if task is not None:
                     task()
+                elif training is not None:
+                    self._train(training)
                 else:
                     self._pass(chosen, batch)
             except Exception as error:
                 _log.exception("a worker's task failed")
-                if task is None:
-                    for arrived in batch:
-                        self._fail(arrived.message, InternalError(f"the worker at {self.address}: {error}"))
+                messages = [arrived.message for arrived in batch] if training is None else [training.message]
+                for message in messages:
+                    self._fail(message, InternalError(f"the worker at {self.address}: {error}"))
+
+    def _train(self, one: _Training) -> None:
+        """Takes training rows through their next layer."""
+        goes_on, found = False, None
+        try:
+            found = next(one.steps)
+            goes_on = found is None
+        except (CoserveError, RuntimeError, MemoryError) as error:
+            told = error if isinstance(error, CoserveError) else contained(error, "training in a block")
+            self._fail(one.message, told)
+        finally:
+            if not goes_on:
+                self._keep_training(lambda message: message is not one.message)
+        if found is not None:
+            self._reply(one.message.scheduler, *found)
+
+    def _keep_training(self, is_kept: Callable[[TrainRows], bool]) -> None:
+        with self._lock:
+            self._training = deque(one for one in self._training if is_kept(one.message))
 
     def _pass(self, one: _Instance, batch: Sequence[ArrivedRows]) -> None:
         """Takes a batch through its block; where that fails its messages pass one by one, so that one of them
@@ -435,7 +504,10 @@ class BlockHost:
         self._fail(message, error, address)
 
     def _fail(
-        self, message: PassRows | PutPages | CopyPages, error: CoserveError, unreached: str = ""
+        self,
+        message: PassRows | PutPages | CopyPages | TrainRows,
+        error: CoserveError,
+        unreached: str = "",
     ) -> None:
         kind, text = fault_of(error)
         self._reply(message.scheduler, RowsFailed(message.number, kind, text, unreached))

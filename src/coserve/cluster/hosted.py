@@ -1,17 +1,22 @@
 """A scheduler's records of block instances and of rows on their way."""
 
 import queue
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 from torch import Tensor
 
-from coserve.cluster.messages import BlockLoaded, RowsFailed, RowsPassed
+from coserve.cluster.messages import BlockLoaded, LoadBlock, RowsFailed, RowsPassed, RowsReturned
 from coserve.cluster.remote import WorkerLink
+from coserve.core.sequence import Span, stage_spans
 
 # A number with its outcome and tensors; None where a worker was lost.
-Outcomes: TypeAlias = "queue.SimpleQueue[tuple[int, RowsPassed | RowsFailed | None, list[Tensor]]]"
+Outcomes: TypeAlias = (
+    "queue.SimpleQueue[tuple[int, RowsPassed | RowsReturned | RowsFailed | None, list[Tensor]]]"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +43,7 @@ class HostedBlock:
     loaded: BlockLoaded
     filled: dict[int, int] = field(default_factory=dict)
     rows: int = 0  # on their way there
+    used_at: float = field(default_factory=time.monotonic)  # when rows last came from there
     seconds: dict[int, float] = field(default_factory=dict)  # of a pass, by its rows up to a power of two
 
     @property
@@ -48,6 +54,7 @@ class HostedBlock:
 
     def observe(self, rows: int, seconds: float) -> None:
         """Notes the seconds of a pass. The latest count for half: other load comes and goes."""
+        self.used_at = time.monotonic()
         size, seconds = 1 << (rows - 1).bit_length(), max(seconds, 1e-7)
         self.seconds[size] = (self.seconds.get(size, seconds) + seconds) / 2
 
@@ -66,17 +73,28 @@ class HostedBlock:
             self.filled[pages[place]] = max(self.filled.get(pages[place], 0), there)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockSettings:
-    """The cut of a base into blocks: their number, the instances of each, and what an instance is told of its
-    model and of its keys and values."""
+    """The cut of a base into blocks. `load` asks for an instance with all layers: of the model, and of the
+    keys and values beside it. A block has `copies` instances, and a further one where more than `queue` rows
+    wait at one (0: never), until that has had no work for `idle` seconds."""
 
-    model: str
-    files: str
-    depth: int
+    load: LoadBlock
     blocks: int
     copies: int
-    dtype: str
-    pages: int
-    page_size: int
-    sequences: int
+    queue: int = 0
+    idle: float = 0.0
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.load.page_size
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The layers of each block."""
+        return stage_spans(self.load.last, self.blocks)
+
+    def block_of(self, layer: int) -> int:
+        """The block that has a layer."""
+        return next(block for block, span in enumerate(self.spans) if span.first <= layer < span.last)

@@ -1,7 +1,7 @@
 """One block instance of a worker: the block's layers, keys and values of a scheduler's sequences in them, and
 its adapters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.sites import Site
@@ -16,7 +17,8 @@ from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.paged import make_batched
 from coserve.cluster.blocks import BlockShards, merged_sites
-from coserve.cluster.messages import PassRows, RowSegment
+from coserve.cluster.messages import LoadBlock, PassRows, RowSegment, TrainRows
+from coserve.cluster.returning import Trained, trained
 from coserve.errors import ConfigError, RequestError
 from coserve.executors.codec import Codec
 from coserve.executors.executor import LoadAdapter
@@ -38,19 +40,19 @@ class OpenBlock:
     """An instance: its number is its scheduler's. Adapters and pages are changed by one thread at a time, as
     the worker has it."""
 
-    def __init__(
-        self, base: Base, content: str, span: range, pages: int, page_size: int, sequences: int
-    ) -> None:
+    def __init__(self, base: Base, content: str, asked: LoadBlock) -> None:
         """Raises ConfigError where the keys and values do not fit into memory."""
+        span = range(asked.first, asked.last)
         self.base, self.content, self.span = base, content, span
         self._shards = BlockShards(base.sites, span, base.depth)
         try:
-            self.attention = make_batched(base.caches, pages, page_size, base.dtype, base.device)
+            self.attention = make_batched(base.caches, asked.pages, asked.page_size, base.dtype, base.device)
         except RuntimeError as error:  # torch is out of memory
             raise ConfigError(
-                f"keys and values of {pages * page_size} tokens do not fit into the worker's memory"
+                f"keys and values of {asked.pages * asked.page_size} tokens do not fit into the worker's "
+                "memory"
             ) from error
-        self._slots = LoraSlotPools(linears_together(base), sequences, base.device)
+        self._slots = LoraSlotPools(linears_together(base), asked.sequences, base.device)
         self.loaded = LoadedAdapters(lambda version: self._slots.forget(version.bypasses))
 
     def tell_sites(self, sites: Sequence[Site]) -> None:
@@ -85,6 +87,15 @@ class OpenBlock:
             parts.append(torch.cat([back[start + i] for i in range(count)]))
             start += count
         return parts
+
+    def train(self, message: TrainRows, tensors: Sequence[Tensor]) -> Iterator[Trained | None]:
+        """Takes training rows through layers, one at each step, after which it gives None; at last it gives
+        the reply and its tensors. Raises RequestError for rows of other layers or shapes, and
+        AdapterNotFound."""
+        return trained(self.base, self.span, self._version(message.adapter), message, tensors)
+
+    def _version(self, key: str) -> AdapterVersion:
+        return self.loaded.find(key) if key else AdapterVersion("", 0, ())
 
     def read_pages(self, pages: Sequence[int]) -> Tensor:
         """The bytes of pages [pages, bytes]. Raises RequestError."""

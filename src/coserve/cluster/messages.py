@@ -175,6 +175,35 @@ class RowsFailed(msgspec.Struct, frozen=True, tag=True):
     unreached: Text = ""
 
 
+class TrainRows(msgspec.Struct, frozen=True, tag=True):
+    """Rows of whole training examples, of so many tokens each, through layers [first, last) of an instance:
+    forward, or, where `bottom` is given, back through layers [bottom, last). Behind it come the input of the
+    first layer [rows, width] and, on the way back, the gradient of the last one's output. The worker keeps
+    nothing for later messages that it could not compute again. `seed` is that of dropout, none without it;
+    `needs_input` asks for the gradient of the input of layer `bottom`."""
+
+    number: Number
+    scheduler: Text
+    instance: Number
+    first: Count
+    last: Count
+    lengths: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)], ...], msgspec.Meta(min_length=1)
+    ]
+    adapter: Text = ""
+    seed: Text | None = None
+    bottom: Count | None = None
+    needs_input: bool = False
+
+
+class RowsReturned(msgspec.Struct, frozen=True, tag=True):
+    """Training rows that have come back through layers. Behind it come the gradient of the input, where it
+    was asked for, and the gradients of the adapter's parameters of these names, end to end."""
+
+    number: Number
+    parameters: tuple[Text, ...]
+
+
 class CancelRows(msgspec.Struct, frozen=True, tag=True):
     """Passes and moves of pages that no longer count, wherever they are."""
 
@@ -205,15 +234,18 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life, with the rows that wait at each instance."""
+    """A sign of life, with the most rows that have waited at each instance since the last one, and the bytes
+    of the device's memory: all, and those that are free."""
 
     queued: dict[int, int]
+    memory: Number
+    free: Number
 
 
 Message = (
     Challenge | Signed | Greeting | LoadBlock | BlockLoaded | TellSites | HoldAdapter | DropVersions
     | CloseBlock | Settled | ReadFrozen | FrozenRead | PassRows | RowsPassed | RowsFailed | CancelRows
-    | CopyPages | PutPages | Ping | Pong
+    | CopyPages | PutPages | TrainRows | RowsReturned | Ping | Pong
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from coserve.cluster.blocks import BlockParameters, files_digest, load_ends, mer
 from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.front import ClusterFront
 from coserve.cluster.hosted import BlockSettings
+from coserve.cluster.messages import LoadBlock
 from coserve.cluster.peer import key_of_cluster
 from coserve.cluster.worker import ClusterAnswers, ClusterParameters, ClusterShards
 from coserve.config import EngineConfig
@@ -34,17 +35,18 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
     folder = folder_of(model)
     base = load_ends(folder, dtype_of(config), config.device)
     blocks = min(config.cluster_blocks or max(len(addresses()), 1), base.depth)
-    settings = BlockSettings(
+    load = LoadBlock(
+        number=0,
         model=str(folder),
         files=files_digest(folder),
-        depth=base.depth,
-        blocks=blocks,
-        copies=config.cluster_copies,
+        first=0,
+        last=base.depth,
         dtype=str(base.dtype).removeprefix("torch."),
         pages=config.pages,
         page_size=config.page_size,
         sequences=config.max_running,
     )
+    settings = BlockSettings(load, blocks, config.cluster_copies, config.cluster_queue, config.cluster_idle)
     fleet = ClusterFleet(settings, addresses, key)
     try:
         own = [site for site in base.sites.values() if site.stage not in range(base.depth)]

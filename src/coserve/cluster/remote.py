@@ -19,6 +19,7 @@ from coserve.cluster.messages import (
     ReadFrozen,
     RowsFailed,
     RowsPassed,
+    RowsReturned,
     Settled,
     raise_fault,
 )
@@ -26,7 +27,7 @@ from coserve.cluster.peer import UNHEARD, Peer, connect, hang_up
 from coserve.errors import CoserveError, Unreachable, error_named
 
 _LOADING: Final = 600.0  # seconds in which a block is loaded, or an adapter read
-Outcome = Callable[[int, RowsPassed | RowsFailed, list[Tensor]], object]
+Outcome = Callable[[int, RowsPassed | RowsReturned | RowsFailed, list[Tensor]], object]
 
 
 class WorkerLink:
@@ -43,7 +44,8 @@ class WorkerLink:
     ) -> None:
         """Connects. Raises Unreachable."""
         self.address, self.is_alive = address, True
-        self.queued: dict[int, int] = {}  # rows that wait at each instance, as last told
+        self.queued: dict[int, int] = {}  # most rows that have waited at each instance, as last told
+        self.memory = self.free = 0  # bytes of its device
         self._passed, self._lost = passed, lost
         self._peer: Peer = connect(address, key, scheduler)
         self._heard, self._pinged = time.monotonic(), 0.0
@@ -119,7 +121,7 @@ class WorkerLink:
     def _take(self, message: Message, tensors: list[Tensor]) -> None:
         match message:
             case Pong():
-                self.queued = message.queued
+                self.queued, self.memory, self.free = message.queued, message.memory, message.free
             case BlockLoaded():
                 self._loaded[message.number] = message
             case Settled():
@@ -127,7 +129,7 @@ class WorkerLink:
             case FrozenRead():
                 key = message.number, message.path, "read"
                 self._settle(key, message.fault, lambda: _parameter(message.dimensions, tensors))
-            case RowsPassed() | RowsFailed():
+            case RowsPassed() | RowsReturned() | RowsFailed():
                 self._passed(message.number, message, tensors)
             case _:
                 raise ConnectionError(f"{type(message).__name__} comes from no worker")

@@ -1,9 +1,10 @@
 """The worker of a base whose blocks are on a cluster: it has the model's ends, samples, and sends the rows of
 a pass through the blocks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,15 +13,18 @@ from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.paging.cache import AdapterTier
 from coserve.adapters.sites import Site
+from coserve.adapters.staged import StagePart
 from coserve.attention.backend import AttentionBackend, CacheShape, CommonAttentionMetadata, PageCopy
 from coserve.attention.store import KVStore
 from coserve.cluster.blocks import BlockParameters, BlockShards
 from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.front import ClusterFront
 from coserve.cluster.hosted import SequenceRows
+from coserve.cluster.training import ClusterTraining
 from coserve.errors import NotOffered
 from coserve.executors.codec import Codec
 from coserve.executors.executor import (
+    CloseSession,
     Command,
     DropAdapters,
     LoadAdapter,
@@ -30,12 +34,15 @@ from coserve.executors.executor import (
 )
 from coserve.kernels.attention import AttentionSpec
 from coserve.model.base import Base
+from coserve.train.save_policy import SavePolicy
 from coserve.train.window_group import ForwardWindow
 from coserve.worker.fused_pass import FusedPass, ThroughLayers
 from coserve.worker.inference import InferenceBatch, outside_layers
 from coserve.worker.worker import Worker
 
-_NO_TRAINING = "fine-tuning is not offered for a base whose blocks are on a cluster (engine.cluster)"
+_KEEPS_INPUTS = (
+    "a base whose blocks are on a cluster (engine.cluster) has the inputs of its blocks kept alone"
+)
 
 
 class ElsewhereCache(AttentionBackend[CommonAttentionMetadata]):
@@ -115,13 +122,31 @@ class ClusterShards(BlockShards):
     def cut(self, adapter: AdapterVersion) -> AdapterVersion:
         """See `AdapterShards`."""
         own = super().cut(adapter)
-        self._fleet.hold(adapter.key, self._codec.encode_command(LoadAdapter(adapter)))
+        self._fleet.hold(adapter.key, self._encoded(adapter))
         self._wholes[adapter.key] = adapter
         return own
 
+    def trained(self, adapter: AdapterVersion) -> AdapterVersion:
+        """See `AdapterShards`: all of its weights train here."""
+        super().cut(adapter)
+        return adapter
+
+    def published(self, version: AdapterVersion) -> AdapterVersion:
+        """See `AdapterShards`."""
+        self._fleet.publish(version.key, self._encoded(version))
+        self._wholes[version.key] = version
+        return super().cut(version)
+
     def whole(self, adapter: AdapterVersion) -> AdapterVersion:
         """See `AdapterShards`."""
-        return self._wholes[adapter.key]
+        return self._wholes[adapter.key] if isinstance(adapter, StagePart) else adapter
+
+    def cut_moments(self, adapter: AdapterVersion, moments: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `AdapterShards`."""
+        return moments
+
+    def _encoded(self, adapter: AdapterVersion) -> bytes:
+        return self._codec.encode_command(LoadAdapter(adapter))
 
     def forget(self, keys: Sequence[str]) -> None:
         """Has no worker hold these versions any longer."""
@@ -145,7 +170,7 @@ class ClusterParameters(BlockParameters):
 
 
 class ClusterPass(FusedPass):
-    """Takes rows of answers through blocks on workers."""
+    """Takes rows of answers and of training through blocks on workers, never both at once."""
 
     front: ClusterFront
 
@@ -155,10 +180,13 @@ class ClusterPass(FusedPass):
     def _pass(
         self, travellers: Sequence[InferenceBatch | ForwardWindow], layers: range | None = None
     ) -> None:
-        """All layers at once: a pass without windows has no other spans."""
+        """Answers go through all layers at once: a pass without windows has no other spans."""
+        layers = range(self.base.depth) if layers is None else layers
+        if windows := [one for one in travellers if isinstance(one, ForwardWindow)]:
+            assert isinstance(self._training, ClusterTraining), "as this worker has it"
+            return self._training.forward(windows, layers)
         for batch in travellers:
-            assert isinstance(batch, InferenceBatch), "nothing trains here"
-            if layers is None or layers:
+            if layers and isinstance(batch, InferenceBatch):
                 self._send(batch)
 
     def _send(self, batch: InferenceBatch) -> None:
@@ -197,19 +225,39 @@ class ClusterAnswers(Worker):
     """The owner of a base's ends, whose blocks are on a cluster."""
 
     pass_type = ClusterPass
+    training_type = ClusterTraining
     attention_type = ElsewhereCache
+    trains_apart = True
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._references: dict[str, AdapterVersion] = {}  # what jobs are compared with, on the workers
 
     def join(self, front: ClusterFront) -> None:
         """Has rows go through the cluster's blocks."""
         assert isinstance(self.fused, ClusterPass) and isinstance(self.attention, ElsewhereCache)
+        assert isinstance(self._training, ClusterTraining)
         self.fused.front = self.attention.front = front
+        self._training.fleet = front.fleet
 
     def call(self, command: Command[R]) -> R:
         """See `DeviceWorker`."""
-        if isinstance(command, OpenSession | TraceLayers):
-            raise NotOffered(_NO_TRAINING)
-        reply = super().call(command)
-        if isinstance(command, DropAdapters) and command.tier is not AdapterTier.HOST:
-            shards: Any = self.base.shards
-            shards.forget(command.keys)
-        return reply
+        shards: Any = self.base.shards
+        given: Command[Any] = command
+        match command:
+            case TraceLayers():  # nothing is to be known of layers whose activations are not kept
+                return cast(R, None)
+            case OpenSession() if command.config.keep is not SavePolicy.INPUTS:
+                keep = command.config.keep
+                told = keep.value if isinstance(keep, SavePolicy) else f"{keep} bytes"
+                raise NotOffered(f"training.keep of {told}: {_KEEPS_INPUTS}")
+            case OpenSession(reference=AdapterVersion() as reference):
+                self._references[command.job] = reference = replace(reference, name=f"{command.job}/compared")
+                given = replace(command, reference=reference)
+        reply = super().call(given)
+        match command:
+            case DropAdapters() if command.tier is not AdapterTier.HOST:
+                shards.forget(command.keys)
+            case CloseSession() if (own := self._references.pop(command.job, None)) is not None:
+                shards.forget([own.key])
+        return cast(R, reply)

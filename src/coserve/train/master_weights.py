@@ -11,6 +11,7 @@ from torch import Tensor
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import exact_type
 from coserve.adapters.loaded import LoadedAdapters
+from coserve.adapters.sites import Site
 from coserve.model.base import Base
 from coserve.parallel.ranks import Ranks
 from coserve.train.optim import Optimizer, norms
@@ -60,7 +61,7 @@ class MasterWeights:
         served |= {name: self.optimizer.weights[name].detach().clone() for name in self._served_exact}
         self.room = []
         self.current = replace(self.current.with_parameters(served), version=version)
-        self._loaded.add(self.current)
+        self._loaded.add(self._base.shards.published(self.current))
         self._take_leaves(served)
 
     def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
@@ -107,13 +108,19 @@ class MasterWeights:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in published.items()}
         self.in_graph = self.current.with_parameters(leaves)
         self._names = {id(leaf): name for name, leaf in leaves.items()}
-        self.leaves: dict[int, tuple[Tensor, ...]] = {}
-        for place, bypass in self.in_graph.placed():
-            stage = self._base.sites[place.path].stage
-            # A leaf that bypasses share is there once in each of their stages, where it has one gradient.
-            known = {id(leaf): leaf for leaf in self.leaves.get(stage, ())}
-            known |= {id(leaf): leaf for leaf in bypass.parameters().values()}
-            self.leaves[stage] = tuple(known.values())
+        self.leaves = stage_leaves(self.in_graph, self._base.sites)
+
+
+def stage_leaves(adapter: AdapterVersion, sites: Mapping[str, Site]) -> dict[int, tuple[Tensor, ...]]:
+    """The parameters of an adapter by stage."""
+    found: dict[int, tuple[Tensor, ...]] = {}
+    for place, bypass in adapter.placed():
+        stage = sites[place.path].stage
+        # A leaf that bypasses share is there once in each of their stages, where it has one gradient.
+        known = {id(leaf): leaf for leaf in found.get(stage, ())}
+        known |= {id(leaf): leaf for leaf in bypass.parameters().values()}
+        found[stage] = tuple(known.values())
+    return found
 
 
 def _in_order(adapter: AdapterVersion, base: Base) -> AdapterVersion:

@@ -1,6 +1,6 @@
 """A micro-batch on the device, on its way forward and back."""
 
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -51,7 +51,7 @@ class MicroBatchState:
     @cached_property
     def store(self) -> ActivationStore:
         """Activations of its windows, for each other and for backward."""
-        start, virtual = self.start, self._adapter.virtual
+        start, virtual = self.start, self.adapter.virtual
         tokens, labels = (torch.tensor(x, device=self._base.device) for x in (start.tokens, start.labels))
         return ActivationStore(self._base, start.lengths, tokens, labels, self.fates, self._arena, virtual)
 
@@ -73,22 +73,15 @@ class MicroBatchState:
     def bypasses(self, window: Window) -> Bypasses:
         """The version in training, as applied to the rows of `window`: with their dropout, and its prompts in
         place of the first rows' embeddings."""
-        adapter, seed = self._adapter, self.start.dropout_seed
+        adapter, part_of = self.adapter, self._base.shards.dropout_part
         found = adapter.bypasses
-        if not self.start.forward_only and any(bypass.dropout for _, bypass in adapter.placed()):
-            found = Bypasses.of(
-                (place, self._dropping(place, bypass, Mask(0.0, f"{seed}/{place.path}", window.start)))
-                for place, bypass in adapter.placed()
-            )
+        if not self.start.forward_only:
+            found = with_dropout(adapter, self.start.dropout_seed, window.start, part_of)
         return adapter.virtual.embedded(found, window.before, window.prompt)
 
-    def _dropping(self, place: Place, bypass: Bypass, mask: Mask) -> Bypass:
-        if not bypass.dropout:
-            return bypass
-        return bypass.dropping(replace(mask, p=bypass.dropout, part=self._base.shards.dropout_part(place)))
-
     @property
-    def _adapter(self) -> AdapterVersion:
+    def adapter(self) -> AdapterVersion:
+        """The version that its rows pass; the one in training has the graph's leaves as its parameters."""
         return self._weights.in_graph if self._reference is None else self._reference
 
     def finish(self) -> None:
@@ -125,3 +118,19 @@ class MicroBatchState:
     def nbytes(self) -> int:
         """Bytes of its activations."""
         return self.store.nbytes if "store" in vars(self) else 0
+
+
+def with_dropout(
+    adapter: AdapterVersion, seed: str, start: int, part_of: Callable[[Place], tuple[int, int]]
+) -> Bypasses:
+    """The bypasses of an adapter, with their dropout for rows from `start` on; `part_of` gives the part of a
+    linear's inputs that a rank has."""
+    if not any(bypass.dropout for _, bypass in adapter.placed()):
+        return adapter.bypasses
+
+    def dropping(place: Place, bypass: Bypass) -> Bypass:
+        if not bypass.dropout:
+            return bypass
+        return bypass.dropping(Mask(bypass.dropout, f"{seed}/{place.path}", start, part=part_of(place)))
+
+    return Bypasses.of((place, dropping(place, bypass)) for place, bypass in adapter.placed())

@@ -117,7 +117,7 @@ class DeterministicWorker(Worker):
 
     pass_type = DeterministicPass
     attention_type = TiledBackend
-    is_deterministic = True
+    is_deterministic = trains_apart = True
 
     def computing(self) -> AbstractContextManager[None]:
         """Runs without compiled kernels: bits must not change with a compiler."""

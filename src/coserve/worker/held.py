@@ -142,7 +142,7 @@ class HeldState:
                 self.base,
                 self.adapters,
                 command.job,
-                shards.cut(start),
+                shards.trained(start),
                 command.config,
                 self.arena,
                 command.identity,
@@ -161,7 +161,7 @@ class HeldState:
         """This rank's part of a state."""
         shards = self.base.shards
         moments = shards.cut_moments(state.adapter, state.moments)
-        return replace(state, adapter=shards.cut(state.adapter), moments=moments)
+        return replace(state, adapter=shards.trained(state.adapter), moments=moments)
 
     def _whole(self, state: TrainingState) -> TrainingState:
         """The state of all ranks together."""

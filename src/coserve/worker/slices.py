@@ -15,12 +15,13 @@ from typing import ClassVar, Generic, TypeVar
 from coserve.core.plan import TrainingSegment
 from coserve.core.step_trace import span
 from coserve.memory.exhausted import together
-from coserve.train.backward import BackwardWindow, backward_layers
+from coserve.train.backward import BackwardWindow, JobWindow
 from coserve.train.pause import TrainingPause
 from coserve.train.shortage import Shortages
 from coserve.train.window_group import ForwardWindow
 
 Slice = Callable[[], object]
+GoBack = Callable[[range, Sequence[JobWindow], int, Shortages, Callable[[], object]], None]
 W = TypeVar("W", ForwardWindow, BackwardWindow)
 
 
@@ -114,7 +115,8 @@ class TailSlice:
 
 
 class BackwardSlices(WindowSlices[BackwardWindow]):
-    """Windows that go back; those of several jobs at one layer pass it in groups of at most `rows` rows."""
+    """Windows that go back: `backward` takes them through layers, those of several jobs at one layer in
+    groups of at most `rows` rows."""
 
     NAME: ClassVar[str] = "slice back"
 
@@ -124,9 +126,10 @@ class BackwardSlices(WindowSlices[BackwardWindow]):
         short: Shortages,
         rows: int,
         check: Callable[[], object],
+        backward: GoBack,
     ) -> None:
         super().__init__(windows, short)
-        self._rows, self._check = rows, check
+        self._rows, self._check, self._backward = rows, check, backward
 
     def end(self) -> list[TrainingSegment]:
         """Leaves each window's gradient where its next layer finds it."""
@@ -138,7 +141,7 @@ class BackwardSlices(WindowSlices[BackwardWindow]):
 
     def _run(self, layers: range) -> None:
         windows = [(segment.job, window) for segment, window in self._windows.items()]
-        backward_layers(layers, windows, self._rows, self._short, self._check)
+        self._backward(layers, windows, self._rows, self._short, self._check)
 
 
 Sliced = ForwardSlices | TailSlice | BackwardSlices

@@ -7,7 +7,7 @@ from coserve.core.plan import MicroBatchOutput, OptimStep, TrainingSegment, Upda
 from coserve.core.sequence import Direction
 from coserve.errors import CoserveError, JobError, TogetherFailed
 from coserve.memory.exhausted import together
-from coserve.train.backward import BackwardWindow
+from coserve.train.backward import BackwardWindow, JobWindow, backward_layers
 from coserve.train.micro_batch import MicroBatchState
 from coserve.train.pause import TrainingPause
 from coserve.train.session import TrainingSession
@@ -98,6 +98,17 @@ class TrainingPasses:
                     found[segment.key] = session.take_output(segment.key)
         return found
 
+    def backward(
+        self,
+        layers: range,
+        windows: Sequence[JobWindow],
+        rows: int,
+        short: Shortages,
+        check: Callable[[], object],
+    ) -> None:
+        """Takes windows back through layers (`train.backward.backward_layers`)."""
+        backward_layers(layers, windows, rows, short, check)
+
     def forward_slices(self, segments: Sequence[TrainingSegment], forward: Forward) -> ForwardSlices:
         """Windows that go forward together."""
         return ForwardSlices(self._windows(segments, _forward_window), self.short, forward)
@@ -112,7 +123,7 @@ class TrainingPasses:
                 yield TailSlice(segment, self._through_tail, self.short)
         if back := [segment for segment in segments if segment.direction is Direction.BACKWARD]:
             windows, rows = self._windows(back, _backward_window), self._held.window_group_rows
-            yield BackwardSlices(windows, self.short, 0 if alone else rows, self.pause.check)
+            yield BackwardSlices(windows, self.short, 0 if alone else rows, self.pause.check, self.backward)
 
     def _windows(
         self,

@@ -52,7 +52,9 @@ class Worker:
 
     pass_type: ClassVar[type[FusedPass]] = FusedPass
     attention_type: ClassVar[Callable[..., AttentionBackend[Any]]] = make_batched
+    training_type: ClassVar[type[TrainingPasses]] = TrainingPasses
     is_deterministic: ClassVar[bool] = False  # bits may depend on the number of threads
+    trains_apart: ClassVar[bool] = False  # never in an answers' pass, nor beside one
 
     def __init__(
         self,
@@ -85,10 +87,10 @@ class Worker:
         self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)
         # Whether training may run beside answers. Where linears are computed elsewhere both would share
         # nothing of this device but Python; ranks call their collectives in one order.
-        self._may_share = is_alone and not (base.makes_calls or self.is_deterministic)
+        self._may_share = is_alone and not (base.makes_calls or self.trains_apart)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
         self._pauses = 0  # results with paused training
-        self._training = TrainingPasses(self.held)
+        self._training = self.training_type(self.held)
         self._pause, self._short = self._training.pause, self._training.short
         self.fused = self.pass_type(self.held, attention, table, self._training, self._offloaded)
         self._streams = Streams(base.device, self.fused.run, self._train)
@@ -138,7 +140,7 @@ class Worker:
     def run(self, plan: BasePlan) -> BaseResult:
         """See `DeviceWorker`."""
         share = plan.share if self._may_share else None
-        passes = Passes(windows_apart=True) if self.is_deterministic else plan.passes
+        passes = Passes(windows_apart=True) if self.trains_apart else plan.passes
         if (share, passes) != (plan.share, plan.passes):
             plan = replace(plan, share=share, passes=passes)
         if plan.share is None:

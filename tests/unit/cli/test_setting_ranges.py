@@ -53,6 +53,8 @@ RANGES: Final = {
         "pipeline_parallel": (0, 1, 64, 65),
         "cluster_blocks": (-1, 0, 1024, 1025),
         "cluster_copies": (0, 1, 64, 65),
+        "cluster_queue": _LIMIT,
+        "cluster_idle": _FROM_0,
         "cache_tokens": _COUNT,
         "max_running": _COUNT,
         "page_size": _COUNT,

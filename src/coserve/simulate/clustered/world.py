@@ -13,8 +13,8 @@ from functools import partial
 from typing import Final
 
 from coserve.cluster.coordination import PagesCopy, redundant_copies
-from coserve.cluster.dispatch import SCHEDULER, Dispatch, DispatchEstimate, DispatchRule
-from coserve.cluster.meeting import Meeting, MovingPages, PageMove
+from coserve.cluster.dispatch import SCHEDULER, WAYS, Dispatch, DispatchEstimate
+from coserve.cluster.meeting import Meeting, PageMove
 from coserve.cluster.placement import DependenceCounter
 from coserve.cluster.records import BlockInstance, ChainRequest, ClusterLink, ClusterView, ClusterWorker
 from coserve.cluster.scaling import AddInstance, scale
@@ -22,12 +22,6 @@ from coserve.errors import ConfigError
 from coserve.simulate.clustered.device import SimulatedInstance, VirtualEvents, WaitingRows, Wire
 from coserve.simulate.clustered.setting import ClusterAsk, ClusterOutcome, ClusterSetting
 
-_WAYS = {
-    DispatchRule.OWNER_FIRST: MovingPages.MEET,
-    DispatchRule.LEAST_BUSY: MovingPages.COPY,
-    DispatchRule.RECOMPUTE_ONLY: MovingPages.RECOMPUTE,
-    DispatchRule.COPY_ONLY: MovingPages.COPY,
-}
 _PATIENCE: Final = 4.0  # of a chunk of pages, in its own seconds
 _RECOVERED: Final = 0.05  # of what a rate of recomputing is below that of an idle device, at each look
 
@@ -186,7 +180,7 @@ class SimulatedCluster:
         move = PageMove(
             answer.tokens - base, block.token_nbytes, page, link, worker.recompute_rate, block.input_nbytes
         )
-        meeting = Meeting(move, self.setting.chunk, _WAYS[self.setting.dispatch.rule])
+        meeting = Meeting(move, self.setting.chunk, WAYS[self.setting.dispatch.rule])
         self._drive(meeting, answer, found)
 
     def _drive(self, meeting: Meeting, answer: _Answer, found: DispatchEstimate) -> None:

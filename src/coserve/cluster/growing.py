@@ -1,0 +1,61 @@
+"""Scaling of live instances: the policy of `cluster/scaling.py` over a scheduler's record of its workers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from coserve.cluster.choosing import link_rate, measured_profile
+from coserve.cluster.hosted import BlockSettings, HostedBlock
+from coserve.cluster.records import BlockInstance, ClusterBlock, ClusterLink, ClusterView, ClusterWorker
+from coserve.cluster.remote import WorkerLink
+from coserve.cluster.scaling import AddInstance, DropInstance, ScalingSettings, scale
+from coserve.split.address import Address
+
+_RESERVE: Final = 0.1  # of a worker's memory, which stays free beside a block and its keys and values
+
+
+def due_changes(
+    settings: BlockSettings,
+    instances: Sequence[HostedBlock],
+    workers: Mapping[str, WorkerLink],
+    rates: Mapping[tuple[str, str], float],
+    now: float,
+) -> list[AddInstance | DropInstance]:
+    """The instances to be added and taken away, whose contents are the numbers of blocks. None goes of a
+    block that has no more instances than it is to have. `rates` are those of links, as measured."""
+    by_block = {block: [one for one in instances if one.block == block] for block in range(settings.blocks)}
+    view = ClusterView(
+        {address: _worker(address, worker) for address, worker in workers.items()},
+        {str(block): _block(own) for block, own in by_block.items() if own},
+        tuple(_instance(settings, one) for one in instances),
+        {
+            (a, b): ClusterLink(link_rate(a, b, rates)) for a in workers for b in workers if a != b
+        },
+    )  # fmt: skip
+    found = scale(view, {}, now, ScalingSettings(full=1.0, idle=settings.idle, reserve=_RESERVE))
+    return [
+        change
+        for change in found
+        if isinstance(change, AddInstance) or len(by_block[int(change.content)]) > settings.copies
+    ]
+
+
+def _worker(address: str, worker: WorkerLink) -> ClusterWorker:
+    """A worker whose rates nobody asks for, as neither blocks nor pages are swapped for an instance."""
+    used = max(worker.memory - worker.free, 0)
+    host = Address.parse(address).host
+    return ClusterWorker(address, host, worker.memory, used, 1.0, 1.0, 1.0, worker.is_alive)
+
+
+def _block(own: Sequence[HostedBlock]) -> ClusterBlock:
+    """A block, whose keys and values are allocated with it."""
+    loaded = own[0].loaded
+    return ClusterBlock(str(own[0].block), loaded.nbytes + loaded.cache_nbytes, 0, 0, measured_profile(own))
+
+
+def _instance(settings: BlockSettings, one: HostedBlock) -> BlockInstance:
+    waiting = one.worker.queued.get(one.number, 0)
+    queue = (waiting,) if waiting else ()
+    idle_since = None if one.rows or waiting else one.used_at
+    return BlockInstance(
+        one.worker.address, str(one.block), queue, most_queued=settings.queue, idle_since=idle_since
+    )

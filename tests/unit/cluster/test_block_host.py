@@ -1,0 +1,59 @@
+"""A worker takes answers between two layers of training, and refuses training rows that are none of its."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clusters import KEY, hosts
+from coserve.cluster.blocks import files_digest
+from coserve.cluster.instance import OpenBlock
+from coserve.cluster.messages import Hop, LoadBlock, PassRows, RowSegment, TrainRows
+from coserve.cluster.peer import connect
+from models import save, tiny
+
+pytestmark = pytest.mark.local
+
+
+def test_training_is_below_answers_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(tiny("llama", torch.float32, num_hidden_layers=2), tmp_path / "model")
+    with hosts(tmp_path / "w", 1) as (worker,):
+        peer = connect(worker.address, KEY.encode(), "s")
+        peer.send(LoadBlock(1, str(model), files_digest(model), 0, 2, "float32", 4, 8, 4))
+        loaded, settled = peer.receive(), peer.receive()
+        assert loaded is not None and settled is not None
+        rows, width = 3, worker._instances["s", 1].block.base.hidden_size
+        hidden = torch.ones(rows, width)
+        for given, tensors, said in (
+            ({"last": 3}, [hidden], "layers 0 to 2, of which some are not in this block"),
+            ({"bottom": 2}, [hidden, hidden], "are not in this block"),
+            ({"lengths": (3, 1)}, [hidden], "a message of 4 training rows has other tensors"),
+            ({"bottom": 0}, [hidden], "has other tensors"),
+            ({"adapter": "none@0"}, [hidden], "adapter 'none@0' are not on the device"),
+            ({"instance": 2}, [hidden], "has no instance 2"),
+        ):
+            fields: dict[str, Any] = {"number": 5, "scheduler": "s", "instance": 1, "first": 0, "last": 2}
+            peer.send(TrainRows(**{**fields, "lengths": (3,), **given}), tensors)
+            failed: Any = peer.receive()
+            assert said in failed[0].text
+        has_passed: list[bool] = []
+        train, run = OpenBlock.train, OpenBlock.run
+
+        def never_ends_before_answers(block: OpenBlock, *given: Any) -> Iterator[Any]:
+            while not has_passed:
+                yield None
+            yield from train(block, *given)
+
+        monkeypatch.setattr(OpenBlock, "train", never_ends_before_answers)
+        monkeypatch.setattr(OpenBlock, "run", lambda *given: has_passed.append(True) or run(*given))
+        peer.send(TrainRows(6, "s", 1, 0, 2, (3,), bottom=1, needs_input=True), [hidden, hidden])
+        peer.send(
+            PassRows(7, "s", (RowSegment(1, 1, 0, (0,)),), (Hop(worker.address, 1, (0,)),)), [hidden[:1]]
+        )
+        first, second = peer.receive(), peer.receive()
+        assert first is not None and second is not None
+        assert (first[0].number, second[0].number) == (7, 6)  # type: ignore[union-attr]
+        assert [tuple(x.shape) for x in second[1]] == [(rows, width)], "no parameter trains"
+        peer.close()
