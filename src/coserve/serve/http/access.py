@@ -5,7 +5,8 @@ from time import monotonic
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coserve.wire.logs import context, without_keys
+from coserve.core.masking import masked
+from coserve.wire.logs import context
 
 log = logging.getLogger("coserve.access")
 _TOLD = 256  # characters of a path
@@ -44,7 +45,7 @@ def _say(scope: Scope, status: int, seconds: float) -> None:
     work, path = context(), scope["path"]
     fields = {
         "method": scope["method"],
-        "path": without_keys(path if len(path) <= _TOLD else path[:_TOLD] + "…"),
+        "path": masked(path if len(path) <= _TOLD else path[:_TOLD] + "…"),
         "status": status,
         "seconds": round(seconds, 6),
         "address": work.address,
