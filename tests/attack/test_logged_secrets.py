@@ -98,6 +98,7 @@ def test_requests_leave_no_secret_in_a_log(
         told = logs[0].getvalue() + logs[1].getvalue()
         assert not [one for one in hidden if one in told]
         lines = [json.loads(line) for line in logs[0].getvalue().splitlines()]
+        assert not [line for line in lines if "traceback" in line or "Traceback" in line["message"]]
         access = [line for line in lines if line["logger"] == "coserve.access"]
         assert [line["request_id"] for line in access] == [f"mine-{number}" for number in range(120)]
         assert {line["status"] for line in access} >= {200, 400, 401, 404}
