@@ -85,7 +85,7 @@ def test_compose_starts_a_server_whose_flags_are_there() -> None:
     for service in compose["services"].values():
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
-            if source.startswith("./"):
+            if source.startswith("."):
                 assert (DEPLOY / source).exists(), volume
             elif source[0] not in "$/":
                 assert source in compose["volumes"]
@@ -106,17 +106,13 @@ def test_prometheus_finds_the_servers() -> None:
 
 
 def expressions() -> Iterator[str]:
-    board = json.loads((DEPLOY / "grafana/coserve.json").read_text())
-    for panel in board["panels"]:
-        yield from (target["expr"] for target in panel["targets"])
     (trigger,) = of_kind("kubernetes/autoscaling.yaml", "ScaledObject")["spec"]["triggers"]
     yield trigger["metadata"]["query"]
 
 
 def test_each_metric_that_is_drawn_or_scaled_on_is_there() -> None:
     named = {name for each in expressions() for name in METRIC.findall(each)}
-    assert len(named) >= 8
-    assert named <= metrics(), sorted(named - metrics())
+    assert named and named <= metrics(), sorted(named - metrics())
 
 
 def test_pods_are_probed_and_drained(pod: Any) -> None:
