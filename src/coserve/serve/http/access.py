@@ -2,6 +2,7 @@
 
 import logging
 from time import monotonic
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -53,7 +54,7 @@ def log_refused(request_id: str, address: str, method: str, path: str, status: i
 
 def _say(method: str, path: str, status: int, seconds: float) -> None:
     work = context()
-    fields = {
+    fields: dict[str, Any] = {
         "method": method,
         "path": masked(path if len(path) <= _TOLD else path[:_TOLD] + "…"),
         "status": status,
