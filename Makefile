@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH := torch==2.13.0
 
-.PHONY: demo test slow browser pictures ray postgres clients check bench docs wheel gpu tiny install dev clean
+.PHONY: demo test slow browser pictures ray postgres clients deployment check bench docs wheel gpu tiny install dev clean
 
 demo: install
 	@mkdir -p build
@@ -50,6 +50,22 @@ build/conformance/.installed: tests/clients/conformance-requirements.txt tests/c
 		-r tests/clients/conformance-requirements.txt
 	build/conformance/bin/pip download --quiet --no-binary :all: --no-deps --dest build/conformance/sources \
 		openai==3.52.0 anthropic==2.14.0
+	@touch $@
+
+# Files of deploy/ against the schemas of compose and Kubernetes, and by linters, in an environment of their own.
+# What the system has of Prometheus' and Docker's own checkers looks at them too.
+deployment: build/deployment/.installed
+	build/deployment/bin/yamllint --strict --config-file deploy/.yamllint deploy
+	build/deployment/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	build/deployment/bin/kubernetes-validate --strict deploy/kubernetes/server.yaml
+	build/deployment/bin/hadolint deploy/Containerfile
+	if command -v promtool >/dev/null; then promtool check config --syntax-only deploy/prometheus.yml; fi
+	if command -v docker-compose >/dev/null; then COSERVE_MODEL=m COSERVE_DATABASE_PASSWORD=p \
+		docker-compose --file deploy/compose.yaml config --quiet; fi
+
+build/deployment/.installed: deploy/requirements.txt
+	$(PYTHON) -m venv build/deployment
+	build/deployment/bin/pip install --quiet -r deploy/requirements.txt
 	@touch $@
 
 # On PostgreSQL, which has to be installed.

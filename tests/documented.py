@@ -151,7 +151,11 @@ def _arrivals(file: Path) -> None:
 def _certificates(file: Path) -> None:
     authority = Authority(file.parent / "authority")
     signed = authority.sign("executor")
-    for name, made in (("cert.pem", signed.certificate), ("key.pem", signed.key)):
+    for name, made in (
+        ("cert.pem", signed.certificate),
+        ("key.pem", signed.key),
+        (file.name, signed.certificate),
+    ):
         shutil.copy(made, file.parent / name)
     for name in ("ca.pem", "clients.pem"):
         shutil.copy(authority.certificate, file.parent / name)
@@ -179,6 +183,7 @@ FILES: Final[Mapping[str, Callable[[Path], None]]] = {
     "adapters/support": _adapter,
     "path/to/model": _model,
     "cert.pem": _certificates,
+    "etc/coserve/fullchain.pem": _certificates,
     "./large": _zoo_model(3, hidden_size=96),
     "./small": _zoo_model(0),
     "./my-full-fine-tune": _fine_tune,
@@ -200,6 +205,8 @@ NAMES: Final[Mapping[str, str]] = {
     "LoRAConfig": "from coserve import LoRAConfig",
     "data": "data = 'data.jsonl'",
     "pairs": "pairs = 'pairs.jsonl'",
+    "docs/tools.md model": "model = 'coserve-tiny'",
+    "messages": "messages = [{'role': 'user', 'content': 'What is the weather in Oslo?'}]",
     "docs/tinker.md data": "data = [types.Datum(model_input=types.ModelInput.from_ints([5, 6, 7]), "
                            "loss_fn_inputs={'target_tokens': [6, 7, 8], 'weights': [1.0, 1.0, 1.0]})]",
     "docs/tinker.md prompt": "prompt = types.ModelInput.from_ints([5, 6, 7])",
@@ -267,7 +274,7 @@ class Desk:
             text = text.replace(host, here)
         for name, here in self.names.items():
             text = text.replace(name, here)
-        text = re.sub(r"(?<![\w.])/((var/lib|var/cache|etc|opt)/coserve)", rf"{self.folder}/\1", text)
+        text = re.sub(r"(?<![\w.])/((var/lib|var/cache|etc|opt|mnt)/coserve)", rf"{self.folder}/\1", text)
         text = text.replace("/run/base.sock", str(self.folder / "base.sock"))
         return re.sub(rf"\b({'|'.join(PORTS)})\b", lambda found: self.ports[found[1]], text)
 

@@ -16,14 +16,14 @@ from coserve.errors import ConfigError
 from coserve.serve import otel
 from coserve.serve.app import create_app
 from coserve.serve.otel import OtelSpans, RequestSpans
-from coserve.wire.messages import JobEnded, JobStarted, Numbered
+from coserve.wire.messages import JobEnded, JobStarted, JobStep, Numbered
 from serving import Play, World
 from training import create
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_a_request_is_a_span_of_its_client_s_trace(play: Play) -> None:
+def test_a_request_is_a_span_of_its_client_s_trace(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(world: World) -> None:
         exporter = InMemorySpanExporter()
         world.state.otel = made = OtelSpans(exporter)
@@ -39,7 +39,12 @@ def test_a_request_is_a_span_of_its_client_s_trace(play: Play) -> None:
             assert (await http.get("/v1/models", headers={"traceparent": "bad"})).status_code == 401
         job = await create(world, key)
         world.engine.tell(Numbered(1, JobStarted(job.id, 0, 3, 30, 900, 0, 0, 1, 10, 1e-3)))
-        world.engine.tell(Numbered(2, JobEnded(job.id, JobStatus.CANCELLED, 0)))
+        for step in (1, 2, 3):  # the third after the pause, with the second's absence noted
+            monkeypatch.setattr(otel, "_STEP_SECONDS", 10.0 if step < 3 else 0.0)
+            world.engine.tell(Numbered(1 + step, JobStep(job.id, step, 1.5, 9, 30, 1.0, 1e-3, 0.25)))
+            await world.until(lambda: not world.engine.news)
+        assert {*made._steps} == {job.id}
+        world.engine.tell(Numbered(5, JobEnded(job.id, JobStatus.CANCELLED, 3)))
         await world.until(lambda: not world.engine.news)
         await asyncio.to_thread(made.close)
         spans = exporter.get_finished_spans()
@@ -70,7 +75,17 @@ def test_a_request_is_a_span_of_its_client_s_trace(play: Play) -> None:
         )
         assert alone.parent is None
         (of_job,) = [one for one in spans if one.name == "fine_tuning.job"]
-        assert dict(of_job.attributes or {})["coserve.job"] == job.id
+        assert dict(of_job.attributes or {})["coserve.job"] == job.id and of_job.parent is None
+        steps = [one for one in spans if one.name == "fine_tuning.step"]
+        told_of = [dict(one.attributes or {}) for one in steps]
+        assert [one["coserve.job.step"] for one in told_of] == [1, 3]
+        assert [one["coserve.steps_left_out"] for one in told_of] == [0, 1]
+        for one in steps:
+            assert one.parent is not None and one.parent.span_id == of_job.context.span_id
+            assert one.context.trace_id == of_job.context.trace_id
+            assert one.end_time is not None and one.start_time is not None
+            assert one.end_time - one.start_time == 250_000_000
+        assert not made._steps and requests[0].context.trace_id != of_job.context.trace_id
 
     play(story)
 

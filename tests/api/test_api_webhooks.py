@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -184,3 +185,46 @@ def test_only_addresses_of_the_internet_are_public() -> None:
     assert not [one for one in private if is_public(one)]
     public = ("93.184.216.34", "2606:2800:220:1::1", "64:ff9b::808:808", "::ffff:8.8.8.8")
     assert all(map(is_public, public))
+
+
+def test_the_operator_is_told_of_batches_and_runs_of_evals(
+    play: Play, receiver: Receiver, tmp_path: Path
+) -> None:
+    async def story(world: World) -> None:
+        client, expected = world.client(), set[tuple[str, str]]()
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        for status, data in (("completed", json.dumps(line).encode()), ("failed", b"\n")):
+            file = await client.files.create(file=("lines.jsonl", data), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            expected.add((f"batch.{status}", batch.id))
+        config: Any = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
+        exact: Any = {"type": "string_check", "name": "exact", "operation": "eq"}
+        exact |= {"input": "{{sample.output_text}}", "reference": "a"}
+        made = await client.evals.create(data_source_config=config, testing_criteria=[exact])
+        items: Any = {"type": "file_content", "content": [{"item": {}, "sample": {"output_text": "a"}}]}
+        run = await client.evals.runs.create(made.id, data_source={"type": "jsonl", "source": items})
+        expected.add(("eval.run.succeeded", run.id))
+        await world.until(lambda: len(receiver.got) == 3)
+        world.engine.script = lambda request, place: 5  # an answer that does not end by itself
+        turn: Any = {"type": "template", "template": [{"role": "user", "content": "Say it"}]}
+        asked: Any = {"type": "completions", "model": "tiny", "input_messages": turn, "source": items}
+        asked["sampling_params"] = {"max_completion_tokens": 2000}
+        run = await client.evals.runs.create(made.id, data_source=asked)
+        await world.until(lambda: world.engine.running)
+        lines = ("lines.jsonl", json.dumps(items["content"][0]).encode())
+        file = await client.files.create(file=lines, purpose="evals")
+        gone: Any = {"type": "file_id", "id": file.id}
+        after = await client.evals.runs.create(made.id, data_source={"type": "jsonl", "source": gone})
+        await client.files.delete(file.id)
+        await client.evals.runs.cancel(run.id, eval_id=made.id)
+        expected |= {("eval.run.canceled", run.id), ("eval.run.failed", after.id)}
+        await world.until(lambda: len(receiver.got) == 5)
+        told = [(one["type"], one["data"]["id"]) for one in receiver.bodies()]  # type: ignore[index]
+        assert sorted(told) == sorted(expected)
+
+    (tmp_path / "secret").write_text(WHSEC)
+    settings = {"webhook_urls": (receiver.url,), "webhook_secret_file": tmp_path / "secret"}
+    play(story, **settings, webhook_hosts=("127.0.0.1",))

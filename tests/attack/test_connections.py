@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import random
 import socket
 import struct
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from coserve.serve.errors import ApiError
 from coserve.serve.http.connections import ConnectionLimits
 from coserve.serve.http.listener import Listener
+from coserve.serve.http.shedding import LoadShedder
 from hostile_bodies import TEXT, text
 from serving import Play, World
 
@@ -22,10 +25,13 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def listening(world: World, **limits: float) -> AsyncIterator[tuple[str, int]]:
+async def listening(
+    world: World, shedder: LoadShedder | None = None, logs_refused: bool = False, **limits: float
+) -> AsyncIterator[tuple[str, int]]:
     """The application behind a real socket, with these limits; its address."""
     given = ConnectionLimits(**{"stall_seconds": STALL, **limits})  # type: ignore[arg-type]
-    server = Listener(world.app, socket.create_server(("127.0.0.1", 0)), given)
+    own = socket.create_server(("127.0.0.1", 0))
+    server = Listener(world.app, own, given, shedder, logs_refused=logs_refused)
     task = asyncio.create_task(server.run())
     try:
         await server.started()
@@ -318,3 +324,63 @@ def test_a_client_that_has_gone_is_no_line_in_the_log_for_each_write(
         assert "socket.send() raised exception" not in caplog.text
 
     play(story)
+
+
+def test_the_access_log_has_each_refusal_once(play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of connections, which never reach the application, and those of what stands before its routes."""
+    caplog.set_level(logging.INFO, "coserve.access")
+
+    def told() -> list[tuple[str, str, int]]:
+        found = [record.fields for record in caplog.records if record.name == "coserve.access"]  # type: ignore[attr-defined]
+        caplog.clear()
+        return [(one["method"], one["path"], one["status"]) for one in found]
+
+    async def story(world: World) -> None:
+        body = json.dumps(text()).encode()
+        whole = post(f"Content-Length: {len(body)}", body=body)
+        shedder = LoadShedder(world.state.queue, [TEXT])
+        async with listening(world, shedder, logs_refused=True) as address:
+            reply = await asked(address, b"GET / HTTP/1.1\nHost: localhost\n\n")
+            assert (
+                b" 400 " in reply and caplog.records[-1].getMessage().split("request=")[1] in reply.decode()
+            )
+            assert told() == [("-", "-", 400)]
+            world.state.queue.check = refuse  # type: ignore[method-assign]
+            assert b" 429 " in await asked(address, whole.replace(b"completions", b"completions?q=hidden", 1))
+            assert told() == [("POST", TEXT, 429)]
+            reader, writer = await asyncio.open_connection(*address)
+            body_stops = asyncio.create_task(asked(address, post("Content-Length: 5000")))
+            half = post("Content-Length: 5000").replace(TEXT.encode(), b"/v1/fine_tuning/jobs")
+            half_comes = asyncio.create_task(asked(address, half))  # the application waits for the rest
+            while not writer.is_closing() and not reader.at_eof():
+                writer.write(b"G")
+                await asyncio.sleep(0.05)
+            assert (await body_stops).count(b"HTTP/1.1") == 1, "it has been answered before its body came"
+            assert b" 408 " in await half_comes
+            await world.until(lambda: len(caplog.records) > 2)
+            by_connection, refused, half_way = sorted(told(), key=lambda one: one[1])
+            assert by_connection == ("-", "-", 408) and half_way[:2] == ("POST", "/v1/fine_tuning/jobs")
+            assert refused == ("POST", TEXT, 429)
+        async with listening(world, logs_refused=True, most=2, stall_seconds=PATIENCE) as address:
+            held = [await asyncio.open_connection(*address) for _ in range(2)]
+            assert b" 503 " in await asked(address, get())
+            assert told() == [("-", "-", 503)]
+            for _, writer in held:
+                writer.close()
+        async with listening(world) as address:
+            assert b" 400 " in await asked(address, b"GET / HTTP/1.1\n\n")
+            assert not told(), "without an access log"
+        statuses = [
+            (await world.http.get("/v1/models", headers={"host": "evil.example"})).status_code,
+            (await world.http.get("/v1/models", headers={"origin": "http://evil.example"})).status_code,
+            (await world.http.post("/v1/files", headers={"content-length": str(10**12)})).status_code,
+            (await world.http.get("/v1/models", headers={"x-long": "a" * 70_000})).status_code,
+            *[(await world.http.get("/v1/models")).status_code for _ in range(3)],
+        ]
+        assert {*statuses} >= {403, 413, 429, 431}, statuses
+        assert [one[2] for one in told()] == statuses
+
+    def refuse(*_: int) -> None:
+        raise ApiError(429, "The queue is full.")
+
+    play(story, access_log=True, max_requests_minute=2)

@@ -8,15 +8,28 @@ import random
 import string
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
+from typer.testing import CliRunner
 
+from coserve.cli.app import app, main
+from coserve.cli.checks import Check, Level
+from coserve.config import EngineConfig
+from coserve.core.masking import masked
+from coserve.errors import ConfigError
+from coserve.serve.artifacts.objects import unusable
+from coserve.serve.errors import ApiError
+from coserve.serve.settings import ServerSettings, shown
 from coserve.serve.store import postgres
 from coserve.serve.store.store import Store
+from coserve.wire.child import describe_exception
+from coserve.wire.control import decode_path
 from coserve.wire.logs import CONTEXT, JsonFormatter, TextFormatter, WorkContext
 from serving import Play, World
 
@@ -85,6 +98,7 @@ def test_requests_leave_no_secret_in_a_log(
         told = logs[0].getvalue() + logs[1].getvalue()
         assert not [one for one in hidden if one in told]
         lines = [json.loads(line) for line in logs[0].getvalue().splitlines()]
+        assert not [line for line in lines if "traceback" in line or "Traceback" in line["message"]]
         access = [line for line in lines if line["logger"] == "coserve.access"]
         assert [line["request_id"] for line in access] == [f"mine-{number}" for number in range(120)]
         assert {line["status"] for line in access} >= {200, 400, 401, 404}
@@ -123,3 +137,74 @@ def test_an_error_of_the_database_has_no_values(tmp_path: Path) -> None:
     pytest.importorskip("psycopg")
     engine = postgres._engine(postgres.parse("postgresql://me:zqsecretzq@h/d"), 1, "SERIALIZABLE")
     assert engine.hide_parameters and "zqsecretzq" not in repr(engine)
+
+
+SECRET_TEXTS = (
+    "postgresql://me:zqsecretzq@db.example/coserve",
+    "postgresql://me:zq@secretzq/zqsecretzq@db.example/coserve?sslmode=require",
+    "postgresql://me@db.example/coserve?password=zqsecretzq&sslpassword=zqsecretzq",
+    "s3://AKIA:zqsecretzq@bucket/prefix",
+    "s3://bucket/prefix?aws_secret_access_key=zqsecretzq&X-Amz-Signature=zqsecretzq",
+    "sk-coserve-abcdefzqsecretzq",
+    "host=db user=me password='zqsecretzq zqsecretzq' dbname=coserve",
+)
+
+
+def texts_of(kind: type) -> Iterator[tuple[str, Any]]:
+    """The settings that a text can be in, with what makes their value of one."""
+    for name, hint in get_type_hints(kind).items():
+        if hint is str or hint is Path or {str, Path} & {*get_args(hint)}:
+            if get_origin(hint) is tuple:
+                yield name, lambda given: [given]
+            elif "Mapping" in str(hint) or "dict" in str(hint):
+                yield name, lambda given: {"one": given}
+            else:
+                yield name, lambda given: given
+
+
+def test_no_setting_is_shown_or_refused_with_its_secret() -> None:
+    """Each setting that can hold a text has each of these secrets: it is shown masked, or refused without."""
+    kept = 0
+    names = {one.name for one in fields(ServerSettings)} | {one.name for one in fields(EngineConfig)}
+    assert len(names) > 60, "the classes are no longer those of the settings"
+    for kind in (ServerSettings, EngineConfig):
+        for name, made in texts_of(kind):
+            for given in SECRET_TEXTS:
+                flags: dict[str, Any] = {name: made(given)}
+                flags = flags if kind is ServerSettings else {"engine": flags}
+                whole = {"model": "m", "state": "s", **flags}
+                try:
+                    told = json.dumps(shown(msgspec.convert(whole, ServerSettings, dec_hook=decode_path)))
+                    kept += 1
+                except (msgspec.ValidationError, ConfigError) as error:
+                    told = masked(str(error))
+                assert "secretzq" not in told, (name, given, told)
+    assert kept > 50, "most are refused: the test looks at nothing"
+
+
+def test_what_is_shown_is_still_of_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Masks leave users, hosts and names, and no command, doctor, status or reply goes without them."""
+    (secret := tmp_path / "secret").write_text("whsec_" + "A" * 32)
+    url, hook = SECRET_TEXTS[0], "https://hooks.example.org:8443/services/zqsecretzq?token=zqsecretzq"
+    asked = ["serve", "who/what", "--database", url, "--webhook-url", hook]
+    ran = CliRunner().invoke(app, [*asked, "--webhook-secret-file", str(secret), "--show-config"])
+    found = json.loads(ran.stdout)
+    assert found["database"] == "postgresql://me:***@db.example/coserve"
+    assert found["webhook_urls"] == ["https://hooks.example.org:8443***"] and "zqsecretzq" not in ran.output
+    assert masked("GET '/v1/models' 200 tokens=12+5 key=sk-coserve-abcdefghijkl") == (
+        "GET '/v1/models' 200 tokens=12+5 key=sk-coserve-abcdef…"
+    )
+    assert masked("http://127.0.0.1:8000/health?page=2") == "http://127.0.0.1:8000/health?page=2"
+    told = [
+        Check("database", Level.BROKEN, url).found,
+        describe_exception(ValueError, ValueError(url), None),
+        str(ApiError.of(unusable(url, "k", "it is full")).body()),
+        str(ApiError(500, url).body()),
+    ]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(
+            sys, "argv", ["coserve", "serve", "who/what", "--artifacts", "http://me:zqsecretzq@h/b"]
+        )
+        main()
+    told.append(capsys.readouterr().err)
+    assert all("***" in one and "zqsecretzq" not in one for one in told), told

@@ -1,6 +1,5 @@
 """Every command and snippet of the README and of docs runs as it is written, but for those in a table."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -34,6 +33,17 @@ NOT_RUN: Final = {
     ): "needs a GPU, or minutes; tests/unit/benchmarks/test_bench_gpu.py runs parts",
     ("docs/gpu.md", "pip download"): "needs a network",
     ("docs/operating.md", "docker "): "needs a daemon, and a network",
+    ("docs/operating.md", "certbot "): "needs a certificate authority, and a name in the DNS",
+    ("docs/monitoring.md", "pip install"): "needs a network",
+    ("docs/cluster.md", "coserve "): "two machines with Ray; tests/scenario/test_ray.py has one",
+    ("docs/page.md", "make "): "minutes, and Chromium",
+    ("docs/replicas.md", "pip install"): "needs a network",
+    (
+        "docs/replicas.md",
+        "coserve serve --state /var/lib/coserve --database",
+    ): "needs PostgreSQL: make postgres",
+    ("docs/replicas.md", "coserve keys create"): "needs PostgreSQL: make postgres",
+    ("docs/replicas.md", "coserve serve MODEL --state /var/lib/coserve --artifacts s3:"): "needs a bucket",
     ("docs/anthropic.md", "pip install"): "needs a network",
     ("docs/tinker.md", "pip install"): "needs a network",
     ("docs/tiny.md", "python -m coserve_benchmarks.tiny.build"): "hours of training",
@@ -42,17 +52,22 @@ NOT_RUN: Final = {
 }
 # Blocks that take more than a few seconds: engines that start, or plans of whole models.
 SLOW: Final = {
-    "README-4", "first-adapter-4", "from-peft-1", "from-peft-2", "from-unsloth-1", "from-vllm-1", "memory-1",
-    "pipeline-parallel-1", "policies-1", "policies-2", "privacy-1", "simulate-1", "simulate-2", "simulate-3",
-    "split-1", "split-2", "split-3", "split-4", "split-5", "split-6", "split-7", "split-8", "split-9",
-    "tensor-parallel-1", "training-2",
+    "README-4", "first-adapter-4", "from-peft-1", "from-peft-2", "from-unsloth-1", "from-vllm-1",
+    "memory-1", "monitoring-1", "monitoring-3", "monitoring-4", "monitoring-5", "monitoring-6",
+    "monitoring-7", "operating-5", "pipeline-parallel-1", "policies-1", "policies-2", "privacy-1",
+    "replicas-2", "simulate-1", "simulate-2", "simulate-3", "split-1", "split-2", "split-3", "split-4",
+    "split-5", "split-6", "split-7", "split-8", "split-9", "tensor-parallel-1", "tools-1", "training-2",
     "two-machines-1", "two-machines-2", "two-machines-3", "zoo-1", "zoo-2", "zoo-3",
 }  # fmt: skip
 # Blocks that another test runs as they are written.
 ELSEWHERE: Final = dict.fromkeys(
     ("operating-8", "operating-9", "operating-10"), "tests/newcomers/test_operator.py"
 )
-CHECKED: Final = ("ini", "dockerfile", "nginx")  # tags of files, which tests below look at
+CHECKED: Final = ("ini", "nginx")  # tags of files, which tests below look at
+COMMAND: Final = re.compile(  # a line of a shell, which belongs into a block that runs
+    r"^(\$ |sudo )?(\w+=\S+ )*(coserve|pip|python3?|make|curl|docker|podman|kubectl|export|git|apt-get) ",
+    re.MULTILINE,
+)
 CLIENT: Final = re.compile(  # what asks a server
     r"coserve (finetune|chat|jobs|import|adapters import) (?!.*--base)|127\.0\.0\.1:8000|"
     r"\.venv/bin/coserve serve$",
@@ -62,6 +77,15 @@ CLIENT: Final = re.compile(  # what asks a server
 EXECUTOR: Final = "coserve executor path/to/model --listen"
 OWN: Final = f"COSERVE_EXECUTOR_KEY= {EXECUTOR} unix:/run/base.sock"  # which needs no key
 BEFORE: Final = {
+    "monitoring-3": (
+        "export KEY=$(coserve keys create alice --state /var/lib/coserve)",
+        "export URL=$COSERVE_URL",
+        "coserve serve --state /var/lib/coserve",
+    ),
+    "monitoring-4": ("coserve keys create alice --state /var/lib/coserve",),
+    "monitoring-5": ("mkdir -p /etc/coserve",),
+    "monitoring-6": ("coserve serve",),
+    "operating-5": ("coserve keys create alice",),
     "privacy-1": (
         f"{OWN} --dtype float32",
         f"{EXECUTOR} tcp:one.example:9000 --dtype float32",
@@ -160,6 +184,8 @@ def test_the_tables_name_what_is_there() -> None:
     assert not SLOW & {*ELSEWHERE}
     assert {one.tag for one in found} <= {*SHELL, PYTHON, SHOWN, *CHECKED}
     assert len(found) > 30
+    shown = [one.name for one in found if one.tag == SHOWN and COMMAND.search(one.text)]
+    assert not shown, "commands that no test runs: ```sh, and a row of NOT_RUN where they cannot"
     for name, test in ELSEWHERE.items():
         assert name in (ROOT / test).read_text(), f"{test} does not run {name}"
 
@@ -185,17 +211,6 @@ def test_the_unit_is_one_for_systemd(tmp_path: Path) -> None:
     unit.write_text(text.replace("/opt/coserve", str(tmp_path)).replace("User=coserve\n", ""))
     ran = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0 and "coserve" not in ran.stderr, ran.stderr
-
-
-def test_the_container_file_has_what_it_copies_and_starts() -> None:
-    text = only("dockerfile")
-    copied = [name for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for name in line.split()[:-1]]
-    assert copied and all((ROOT / name).exists() for name in copied)
-    (torch,) = re.findall(r"torch==\S+", text)
-    assert f"TORCH := {torch}\n" in (ROOT / "Makefile").read_text()
-    found = re.findall(r"^(?:ENTRYPOINT|CMD) (.*)$", text, re.MULTILINE)
-    words = [word for said in found for word in json.loads(said)]
-    assert words == ["coserve", "serve", "--host", "0.0.0.0", "--state", "/state"]
 
 
 def test_the_proxy_is_one_for_nginx(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from coserve.cli import (
 )
 from coserve.cli.bench import add_bench
 from coserve.cli.options import Config
+from coserve.core.masking import masked
 from coserve.errors import CoserveError
 
 app = typer.Typer(
@@ -90,5 +91,5 @@ def main() -> None:
     try:
         app()
     except CoserveError as error:
-        print(f"coserve: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"coserve: {masked(' '.join(str(error).split()))}", file=sys.stderr)
         raise SystemExit(1) from None

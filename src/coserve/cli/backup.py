@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.keys import Model
-from coserve.cli.options import AsJson, State, config_of, given
+from coserve.cli.options import Artifacts, AsJson, State, config_of, given
 from coserve.errors import StateError
 
 if TYPE_CHECKING:
@@ -20,12 +20,13 @@ def backup(
     ],
     state: State = None,
     model: Model = None,
+    artifacts: Artifacts = None,
     as_json: AsJson = False,
 ) -> None:
     """Copies the state folder, while its server answers and trains or without one.
 
     Everything that was acknowledged before the command is in the copy. The base's weights are not, and of
-    shared artifacts (--artifacts of the server) those alone that the folder has.
+    shared artifacts (--artifacts, as the server has it) those alone that the folder has.
     """
     from dataclasses import asdict
 
@@ -33,11 +34,13 @@ def backup(
     from coserve.core.size import show_size
     from coserve.serve.store.backup import back_up
 
-    settings = _settings(context, state, model)
+    settings = _settings(context, state, model, artifacts)
     made = back_up(settings.state, target, bool(settings.artifacts))
     if as_json:
         return print_json(asdict(made))
     print(f"{made.path}: {made.files} files, {show_size(made.bytes)}, database of shape {made.revision}")
+    if made.shared_artifacts:
+        print("what the artifact store alone has is not in it: keep the store, or copy it too")
 
 
 def restore(
@@ -57,7 +60,9 @@ def restore(
     made = bring_back(source, _settings(context, state, model).state)
     if as_json:
         return print_json(asdict(made))
-    print(f"{made.path}: {made.files} files, {show_size(made.bytes)}; `coserve serve --state {made.path}`")
+    more = " --artifacts PLACE" if made.shared_artifacts else ""
+    serve = f"coserve serve --state {made.path}{more}"
+    print(f"{made.path}: {made.files} files, {show_size(made.bytes)}; `{serve}`")
 
 
 def upgrade(
@@ -152,12 +157,14 @@ def _print_plan(found: dict[str, Any]) -> None:
         print(f"problem: {problem}")
 
 
-def _settings(context: typer.Context, state: Path | None, model: str | None) -> "ServerSettings":
+def _settings(
+    context: typer.Context, state: Path | None, model: str | None, artifacts: str | None = None
+) -> "ServerSettings":
     """The settings that `coserve serve` would use with the same flags. Raises StateError where the database
     is not in the state folder."""
     from coserve.cli.config import load_server_settings
 
-    flags = given(state=None if state is None else str(state), model=model)
+    flags = given(state=None if state is None else str(state), model=model, artifacts=artifacts)
     settings = load_server_settings(flags, config_of(context))
     if settings.database:
         raise StateError(

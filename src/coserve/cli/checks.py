@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from coserve.core.control_group import usable_processors
+from coserve.core.masking import masked
 from coserve.errors import ConfigError, CoserveError, StateError
 from coserve.memory.budget import process_capacity
 from coserve.serve.processes.claim import find_running
@@ -50,6 +51,9 @@ class Check:
     level: Level
     found: str
     advice: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "found", masked(self.found))
 
 
 def run_checks(settings: ServerSettings) -> list[Check]:

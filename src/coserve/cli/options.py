@@ -58,6 +58,7 @@ def option_of(kind: type, field: str) -> Any:
 
 State = Annotated[Path | None, option_of(ServerSettings, "state")]
 DatabaseUrl = Annotated[str | None, option_of(ServerSettings, "database")]
+Artifacts = Annotated[str | None, option_of(ServerSettings, "artifacts")]
 
 
 def with_flags(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -10,7 +10,7 @@ import typer
 from coserve.cli.options import Config, config_of, given, with_flags
 from coserve.core.request import SLO
 from coserve.errors import ConfigError, ZooError
-from coserve.serve.settings import TIERS, ServerSettings
+from coserve.serve.settings import TIERS, ServerSettings, shown
 
 ZOO_TABLES = ("chains", "bases", "adapter_bases", "stitched")  # settings that a zoo has, beside adapters
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
@@ -78,11 +78,7 @@ def serve(
     if (told := unread()) is not None:
         print(f"coserve: warning: {told}", file=sys.stderr)
     if show_config:
-        import json
-
-        from coserve.wire.control import encode_line
-
-        print_json(json.loads(encode_line(settings)))
+        print_json(shown(settings))
         return
     from coserve.model.hub import check_hub
     from coserve.serve.processes.device import require_device

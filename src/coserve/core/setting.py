@@ -28,6 +28,11 @@ class Hot:
 
 
 @dataclass(frozen=True, slots=True)
+class Secret:
+    """The setting's URLs are secrets as a whole: whoever knows one can use it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Range:
     """A finite number from `least`, or `above` it, to `most`."""
 

@@ -37,7 +37,7 @@ from coserve.serve.training.origins import sweep_origins
 from coserve.serve.webhooks.alerts import Alerts
 from coserve.text import Text
 from coserve.text.generation import recommended
-from coserve.wire.messages import Hello, JobEnded, Numbered
+from coserve.wire.messages import Hello, JobEnded, JobStep, Numbered
 
 log = logging.getLogger(__name__)
 _SWEEP: Final = 300.0  # seconds between two looks for records that are too old
@@ -77,6 +77,7 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
             state.queue.know(tenant)
         reporting = Reporting(settings, store)
         alerts = Alerts(settings)
+        state.alert = alerts.tell
         state.otel = OtelSpans() if settings.otel else None
         await _wire(state, reporting, alerts)
         link.bring, link.on_load = store.artifacts.get, state.routers.lora_adapter_load_seconds.observe
@@ -174,6 +175,8 @@ async def _wire(state: State, reporting: Reporting, alerts: Alerts) -> None:
         await state.watch.take(numbered.news)
         await reporting.take(numbered.news)
         await alerts.take(numbered.news)
+        if state.otel is not None and isinstance(numbered.news, JobStep):
+            state.otel.step(numbered.news)
         if state.otel is not None and isinstance(numbered.news, JobEnded):
             job = await state.store.jobs.of_any(numbered.news.job)
             if job is not None and job.status.is_final:

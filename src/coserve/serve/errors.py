@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from coserve import errors
+from coserve.core.masking import masked
 from coserve.serve.http.streams import DONE, EVENT_BEGIN, EVENT_END
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         param = None if self.param is None else _said(self.param)
-        detail = ErrorDetail(message=_said(self.message), type=self.type, param=param, code=self.code)
+        message = _said(self.message) if self.status < 500 else masked(_said(self.message))
+        detail = ErrorDetail(message=message, type=self.type, param=param, code=self.code)
         return ErrorBody(error=detail).model_dump()
 
     def response(self) -> "ErrorResponse":

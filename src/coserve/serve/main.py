@@ -64,7 +64,7 @@ async def serve(start: ApiStart, pipes: SupervisorPipes) -> None:
         await app.state.responses.resume()
         pair = settings.ssl_certfile, settings.ssl_keyfile
         certificate = None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
-        listener = Listener(app, own, limits, shedder, error_shape_of, certificate)
+        listener = Listener(app, own, limits, shedder, error_shape_of, certificate, settings.access_log)
         loop, reload = asyncio.get_running_loop(), Reload(state, listener)
         pipes.on_line = lambda line: loop.call_soon_threadsafe(reload.take, line)
         for line in pipes.early:

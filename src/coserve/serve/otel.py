@@ -4,9 +4,10 @@ Where they go is said by OpenTelemetry's own variables (`OTEL_EXPORTER_OTLP_ENDP
 figures and ids, and no texts and no keys.
 """
 
+import hashlib
 import time
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,8 +16,10 @@ from coserve.errors import ConfigError
 from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.store.records import JobRecord
 from coserve.wire.logs import context
+from coserve.wire.messages import JobStep
 
 _NANO = 1_000_000_000
+_STEP_SECONDS: Final = 10.0  # between the spans of two steps of one job, at least
 _MODULE = "opentelemetry.exporter.otlp.proto.http"
 
 
@@ -32,8 +35,22 @@ class OtelSpans:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
-        self._provider = TracerProvider(resource=Resource.create({"service.name": "coserve"}))
+        class Ids(RandomIdGenerator):
+            """Random ids, but for the span of a job, so that its steps can name it before it is over."""
+
+            job = ""
+
+            def generate_trace_id(self) -> int:
+                return _ids_of(self.job)[0] if self.job else super().generate_trace_id()
+
+            def generate_span_id(self) -> int:
+                return _ids_of(self.job)[1] if self.job else super().generate_span_id()
+
+        self._ids, self._steps = Ids(), dict[str, tuple[float, int]]()
+        resource = Resource.create({"service.name": "coserve"})
+        self._provider = TracerProvider(resource=resource, id_generator=self._ids)
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter()))
         self.tracer = self._provider.get_tracer("coserve")
 
@@ -79,12 +96,51 @@ class OtelSpans:
             "coserve.job.trained_tokens": job.trained_tokens,
             "gen_ai.request.model": job.model,
         }
-        span = self.tracer.start_span("fine_tuning.job", start_time=job.created * _NANO, attributes=about)
+        from opentelemetry.context import Context
+
+        self._steps.pop(job.id, None)
+        self._ids.job = job.id
+        try:
+            began = job.created * _NANO
+            span = self.tracer.start_span("fine_tuning.job", Context(), start_time=began, attributes=about)
+        finally:
+            self._ids.job = ""
         span.end()
+
+    def step(self, news: JobStep) -> None:
+        """Adds the span of an optimizer step, within its job's, unless one of the last seconds has one."""
+        from opentelemetry.sdk.trace.sampling import Decision
+        from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+        last, left_out = self._steps.get(news.job, (0.0, 0))
+        if (now := time.monotonic()) - last < _STEP_SECONDS and last:
+            self._steps[news.job] = last, left_out + 1
+            return
+        self._steps[news.job] = now, 0
+        trace, span = _ids_of(news.job)
+        drawn = self._provider.sampler.should_sample(None, trace, "fine_tuning.job").decision
+        flags = TraceFlags(TraceFlags.SAMPLED if drawn is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT)
+        job = set_span_in_context(NonRecordingSpan(SpanContext(trace, span, True, flags)))
+        about: dict[str, Any] = {
+            "coserve.job": news.job,
+            "coserve.job.step": news.step,
+            "coserve.step.tokens": news.tokens,
+            "coserve.step.loss": news.loss,
+            "coserve.steps_left_out": left_out,
+        }
+        ended = time.time_ns()
+        began = ended - int(news.seconds * _NANO)
+        self.tracer.start_span("fine_tuning.step", job, start_time=began, attributes=about).end(ended)
 
     def close(self) -> None:
         """Sends what is left; blocks for some seconds at most."""
         self._provider.shutdown()
+
+
+def _ids_of(job: str) -> tuple[int, int]:
+    """The ids of a job's trace and of its span in there, the same whoever makes them."""
+    digest = hashlib.sha256(job.encode()).digest()
+    return int.from_bytes(digest[:16]), int.from_bytes(digest[16:24])
 
 
 class RequestSpans:

@@ -2,6 +2,7 @@
 
 import hashlib
 import ipaddress
+import json
 import os
 import re
 import tempfile
@@ -15,13 +16,15 @@ from urllib.parse import urlsplit
 import msgspec
 
 from coserve.config import EngineConfig, StitchedChain
+from coserve.core.masking import masked_value
 from coserve.core.request import BASE, POOLINGS, SLO
-from coserve.core.setting import Flag, Hot, Range, check_ranges, noted
+from coserve.core.setting import Flag, Hot, Range, Secret, check_ranges, noted
 from coserve.errors import ConfigError
 from coserve.schedule.config import SET_BY_ENGINE, SchedulerConfig
 from coserve.schedule.policies import make_policy
 from coserve.serve.artifacts.objects import check_place
 from coserve.text.tools.formats import named_format
+from coserve.wire.control import encode_line
 
 LONGEST_SOCKET_PATH = 100  # bytes; the system takes 107
 LEAST_WATCHDOG = 2.0  # seconds; processes beat twice in one
@@ -127,6 +130,7 @@ class ServerSettings:
     webhook_urls: Annotated[
         tuple[str, ...],
         Flag("An address that alerts are posted to; may be repeated.", "URL", "--webhook-url"),
+        Secret(),
     ] = ()
     webhook_secret_file: Annotated[
         Path | None, Flag("File with the secret that signs them: whsec_ and base64, or text.", "FILE")
@@ -392,6 +396,12 @@ def is_loopback(host: str) -> bool:
     except ValueError:  # a host name: it may mean anything
         return False
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def shown(settings: ServerSettings) -> dict[str, Any]:
+    """The settings as JSON for people and for logs, without what is secret in them."""
+    secret, values = noted(ServerSettings, Secret), json.loads(encode_line(settings))
+    return {name: masked_value(value, name in secret) for name, value in values.items()}
 
 
 def hot_changes(old: ServerSettings, new: ServerSettings) -> tuple[dict[str, Any], list[str]]:

@@ -56,6 +56,7 @@ class State:
     telemetry: Telemetry = field(init=False)
     watch: TrainingWatch = field(init=False)
     otel: "OtelSpans | None" = None  # where traces are asked for
+    alert: Callable[..., None] = lambda type, **data: None  # tells the operator's webhooks of an event
     draining: bool = field(default=False, init=False)  # new work is refused
     on_settings: list[Callable[["ServerSettings"], object]] = field(default_factory=list, init=False)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, TypeVar
 
+from coserve.core.masking import masked
 from coserve.wire.control import BEAT_SECONDS, Status, decode_line, encode_line
 
 _log = logging.getLogger(__name__)
@@ -145,7 +146,7 @@ def describe_exception(
     kind: type[BaseException], error: BaseException | None, where: TracebackType | None
 ) -> str:
     """An exception in one line: its kind, the first line of its message, and where it was raised."""
-    said = next(iter(str(error).strip().splitlines()), "")[:_LONGEST]
+    said = masked(next(iter(str(error).strip().splitlines()), ""))[:_LONGEST]
     frames = traceback.extract_tb(where)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{kind.__name__}: {said}{place}" if said else f"{kind.__name__}{place}"

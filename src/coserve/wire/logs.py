@@ -1,17 +1,18 @@
-"""Log records as lines of text or of JSON, with the work that each belongs to. No line holds an API key."""
+"""Log records as lines of text or of JSON, with the work that each belongs to. No line holds a secret that
+`core/masking.py` knows."""
 
 import json
 import logging
 import os
-import re
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from coserve.core.masking import masked
+
 TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_KEY: Final = re.compile(r"(sk-coserve-[\w-]{6})[\w-]+")  # the prefix of a key is no secret
 _ORIGINS: Final = ("request_id", "answer", "tenant", "key", "job")
 
 
@@ -44,7 +45,7 @@ class TextFormatter(logging.Formatter):
     """Lines of text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return without_keys(super().format(record))
+        return masked(super().format(record))
 
 
 class JsonFormatter(logging.Formatter):
@@ -70,12 +71,7 @@ class JsonFormatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return without_keys(json.dumps(line, default=str))
-
-
-def without_keys(text: str) -> str:
-    """The text with only the beginnings of API keys in it."""
-    return _KEY.sub(r"\1…", text)
+        return masked(json.dumps(line, default=str))
 
 
 def configure_logs(process: str, level: str, as_json: bool) -> None:

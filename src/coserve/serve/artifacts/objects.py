@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from coserve.core import disk
+from coserve.core.masking import masked
 from coserve.errors import ConfigError, StateError
 
 SCHEMES: Final = ("s3", "gs", "az")
@@ -70,10 +71,14 @@ def check_place(place: str) -> None:
     """Raises ConfigError for a place that can be neither a folder nor a store."""
     found = _URL.fullmatch(place)
     if "\x00" in place or place != place.strip():
-        raise ConfigError(f"artifacts is {place!r}: expected a folder, or a URL such as s3://bucket/prefix")
+        raise ConfigError(
+            f"artifacts is {masked(place)!r}: expected a folder, or a URL such as s3://bucket/prefix"
+        )
     if found is not None and (found[1] not in (*SCHEMES, "file") or not found[2].strip("/")):
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ConfigError(f"artifacts is {place!r}: expected a folder, or a bucket's URL with {known}")
+        raise ConfigError(
+            f"artifacts is {masked(place)!r}: expected a folder, or a bucket's URL with {known}"
+        )
 
 
 class FolderObjects:
@@ -184,8 +189,10 @@ class RemoteObjects:
             from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
             from obstore.store import from_url
         except ImportError as error:
-            raise ConfigError(f"artifacts at {url} need the extra s3: pip install 'coserve[s3]'") from error
-        self._url, self._library, self._error = url, obstore, BaseError
+            raise ConfigError(
+                f"artifacts at {masked(url)} need the extra s3: pip install 'coserve[s3]'"
+            ) from error
+        self._url, self._library, self._error = masked(url), obstore, BaseError
         self._exists, self._missing = AlreadyExistsError, NotFoundError
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
         options: dict[str, Any] = {
@@ -201,7 +208,7 @@ class RemoteObjects:
             made: Any = from_url  # typed by the kind of the URL, which is not known here
             self._store = made(url, client_options=options, retry_config=retries)
         except (BaseError, ValueError) as error:
-            raise ConfigError(f"artifacts at {url} cannot be used: {_first_line(error)}") from error
+            raise ConfigError(masked(f"artifacts at {url} cannot be used: {_first_line(error)}")) from error
 
     def write(self, key: str, source: Path) -> None:
         with self._explained(key):
@@ -270,7 +277,7 @@ def _of_size(key: str, data: bytes, most: int) -> bytes:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    return masked(str(error).strip().partition("\n")[0])[:300] or type(error).__name__
 
 
 def _sync(file: Any) -> None:

@@ -327,7 +327,8 @@ class Batches:
         if status == "failed":
             values["errors"] = _said("quota_exceeded", _OVER["failed"])
         counts = {"completed": len(running.output.done), "failed": len(running.errors.done)}
-        await batches.change(batch.id, UNENDED, files, **values, **counts)
+        if await batches.change(batch.id, UNENDED, files, **values, **counts) is not None:
+            self.state.alert(f"batch.{status}", id=batch.id)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _refuse(self, batch: BatchRecord, total: int) -> None:
@@ -336,7 +337,9 @@ class Batches:
         if total:
             code, message = "too_many_requests", f"The input file holds more than {MOST_LINES} requests."
         now, said = int(time.time()), _said(code, message)
-        await self.state.store.batches.change(batch.id, UNENDED, status="failed", ended=now, errors=said)
+        change = self.state.store.batches.change
+        if await change(batch.id, UNENDED, status="failed", ended=now, errors=said) is not None:
+            self.state.alert("batch.failed", id=batch.id)
         folder = self.state.store.batch_folder(batch.id)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 

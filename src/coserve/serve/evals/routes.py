@@ -207,6 +207,7 @@ async def cancel_run(eval_id: str, run_id: str, caller: Caller, state: Shared) -
     run = await _find_run(state, caller, eval_id, run_id)
     if not await state.store.evals.move(run.id, UNFINISHED, "canceled"):
         raise ApiError(409, f"The run {run_id} is over already.", code="run_is_over")
+    state.alert("eval.run.canceled", id=run.id)
     return await _told(state, caller, _run(await _find_run(state, caller, eval_id, run_id)))
 
 

@@ -145,7 +145,8 @@ async def _finish(state: State, run: EvalRunRecord) -> None:
             break
     while True:
         try:
-            await state.store.evals.move(run.id, UNFINISHED, "failed" if error else "completed", error)
+            if await state.store.evals.move(run.id, UNFINISHED, "failed" if error else "completed", error):
+                state.alert(f"eval.run.{'failed' if error else 'succeeded'}", id=run.id)
             return
         except StateError:
             await asyncio.sleep(_AGAIN)

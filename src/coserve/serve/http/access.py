@@ -2,10 +2,12 @@
 
 import logging
 from time import monotonic
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coserve.wire.logs import context, without_keys
+from coserve.core.masking import masked
+from coserve.wire.logs import CONTEXT, WorkContext, context
 
 log = logging.getLogger("coserve.access")
 _TOLD = 256  # characters of a path
@@ -37,14 +39,24 @@ class AccessLog:
             status = 500 if status == _GONE else status
             raise
         finally:
-            _say(scope, status, monotonic() - began)
+            _say(scope["method"], scope["path"], status, monotonic() - began)
 
 
-def _say(scope: Scope, status: int, seconds: float) -> None:
-    work, path = context(), scope["path"]
-    fields = {
-        "method": scope["method"],
-        "path": without_keys(path if len(path) <= _TOLD else path[:_TOLD] + "…"),
+def log_refused(request_id: str, address: str, method: str, path: str, status: int, seconds: float) -> None:
+    """Logs a request that a connection has refused, before the application. What is not known of one that is
+    no HTTP is `-`."""
+    before = CONTEXT.set(WorkContext(request_id, address=address))
+    try:
+        _say(method or "-", path or "-", status, seconds)
+    finally:
+        CONTEXT.reset(before)
+
+
+def _say(method: str, path: str, status: int, seconds: float) -> None:
+    work = context()
+    fields: dict[str, Any] = {
+        "method": method,
+        "path": masked(path if len(path) <= _TOLD else path[:_TOLD] + "…"),
         "status": status,
         "seconds": round(seconds, 6),
         "address": work.address,

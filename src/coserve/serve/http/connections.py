@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coserve.core.owners import LOOPBACK, owner_of
 from coserve.serve.errors import OPENAI, ApiError, ErrorShape, openai_shape
+from coserve.serve.http.access import log_refused
 from coserve.serve.http.middleware import new_request_id
 from coserve.serve.http.proxies import Network, address_in, is_trusted
 from coserve.serve.http.shedding import LoadShedder, path_of
@@ -43,7 +44,8 @@ class ConnectionLimits:
 class Connections:
     """All connections of one listener. For one event loop.
 
-    Without a `shedder` all requests reach the application. `shape_of` has the form of errors for a path.
+    Without a `shedder` all requests reach the application. `shape_of` has the form of errors for a path. With
+    `logs_refused` the access log has what is refused here.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Connections:
         limits: ConnectionLimits,
         shedder: LoadShedder | None = None,
         shape_of: Callable[[str], ErrorShape] = openai_shape,
+        logs_refused: bool = False,
     ) -> None:
         self.limits, self.shedder, self.shape_of = limits, shedder, shape_of
+        self.logs_refused = logs_refused
         self._open: dict[HttpConnection, str] = {}  # with their owners, in order of arrival
         self._count: Counter[str] = Counter()
 
@@ -151,6 +155,7 @@ class HttpConnection(H11Protocol):
         self._unread = 0  # bytes of a body whose request has its answer
         self._counted: bytes | None = None  # the argument for the shedder's `leave`
         self._shape = OPENAI  # of the last request's errors
+        self._asked = "", ""  # method and path of the request that is under way, as far as they are known
 
     @property
     def is_idle(self) -> bool:
@@ -184,11 +189,11 @@ class HttpConnection(H11Protocol):
         try:
             super().handle_events()
         except ApiError as refusal:
-            self.transport.write(_written(refusal, self._shape))
+            self._refuse(refusal)
             self.transport.close()
 
     def on_response_complete(self) -> None:
-        self.rests, self._unread = monotonic(), 0
+        self.rests, self._unread, self._asked = monotonic(), 0, ("", "")
         self._leave()
         super().on_response_complete()
 
@@ -210,10 +215,12 @@ class HttpConnection(H11Protocol):
         if phase[0] == "body" and (enough or self.flow.read_paused):  # paused: the server is slow
             self._since, self._bytes = now, 0
         else:
-            self._end(408, f"The request took longer than {self._stall:g} seconds to come.")
+            told = f"The request took longer than {self._stall:g} seconds to come."
+            self._end(408, told, now - self._since)
 
     def _enter(self, request: h11.Request, arrived: int) -> None:
-        self._shape = self._all.shape_of(path_of(request).decode("latin-1"))
+        path = path_of(request).decode("latin-1")
+        self._shape, self._asked = self._all.shape_of(path), (request.method.decode("latin-1"), path)
         if self._all.shedder is not None:
             self._counted = self._all.shedder.enter(request, arrived)
 
@@ -243,18 +250,32 @@ class HttpConnection(H11Protocol):
         self._unsent = now, left
         return before - left < _LEAST_RATE * self._stall
 
-    def _end(self, status: int, message: str) -> None:
+    def _end(self, status: int, message: str, seconds: float = 0.0) -> None:
         """Sends an error unless another answer has begun or there was no request, and closes the
         connection."""
         cycle = self.cycle
-        has_begun = cycle is not None and cycle.response_started and not cycle.response_complete
+        # A request that was answered before its body had come gets no second answer.
+        is_open = cycle is not None and (
+            not cycle.response_complete or self.conn.their_state is h11.SEND_BODY
+        )
+        has_begun = is_open and cycle.response_started
         has_asked = cycle is not None or self._bytes > 0 or status == 503
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
         if has_asked and not has_begun:
-            self.transport.write(_written(ApiError(status, message), self._shape))
+            self._refuse(ApiError(status, message), seconds)
         self.transport.close()
+
+    def _refuse(self, error: ApiError, seconds: float = 0.0) -> None:
+        """Sends an error of this connection's own. A request that has reached the application is in the
+        access log anyway."""
+        id = new_request_id()
+        self.transport.write(_written(error, self._shape, id))
+        if self._all.logs_refused and (self.cycle is None or self.cycle.response_complete):
+            peer = self.transport.get_extra_info("peername")
+            address = str(peer[0]) if isinstance(peer, tuple) else ""
+            log_refused(id, address, *self._asked, error.status, seconds)
 
 
 class _OpenTransport:
@@ -272,8 +293,7 @@ class _OpenTransport:
             self._transport.write(data)
 
 
-def _written(error: ApiError, shape: ErrorShape) -> bytes:
-    id = new_request_id()
+def _written(error: ApiError, shape: ErrorShape, id: str) -> bytes:
     body = shape.written(error, id)
     headers = {
         **error.headers, "Content-Type": "application/json", "Content-Length": str(len(body)),

@@ -37,13 +37,15 @@ class Listener:
         shedder: LoadShedder | None = None,
         shape_of: Callable[[str], ErrorShape] = openai_shape,
         certificate: tuple[Path, Path] | None = None,
+        logs_refused: bool = False,
     ) -> None:
-        """`certificate` and its key are files, for HTTPS. Raises ConfigError where they cannot be used."""
+        """`certificate` and its key are files, for HTTPS. With `logs_refused` the access log has what does
+        not reach the application. Raises ConfigError where they cannot be used."""
         self._certificate = certificate
         if certificate is not None:
             check_certificate(*certificate)
         self._socket = listener
-        self._connections = Connections(limits, shedder, shape_of)
+        self._connections = Connections(limits, shedder, shape_of, logs_refused)
         protocol: Any = partial(HttpConnection, self._connections)
         self._server = _Server(
             uvicorn.Config(

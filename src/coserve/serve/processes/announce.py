@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from coserve.core.masking import masked
 from coserve.serve.settings import ServerSettings
 from coserve.wire.logs import JsonFormatter, TextFormatter
 
@@ -46,6 +47,7 @@ class Announcer:
             self._handler.close()
 
     def say(self, line: str, style: str = "") -> None:
+        line = masked(line)
         # Text, not markup: a path may hold square brackets. Soft: a pipe has no width to fold at.
         level = _LEVELS.get(style, logging.INFO)
         shown = Text(line, style)

@@ -66,6 +66,7 @@ class BackupSummary:
     files: int
     bytes: int
     revision: str
+    shared_artifacts: bool = False
 
 
 def back_up(state: Path, target: Path, shared_artifacts: bool = False) -> BackupSummary:
@@ -125,7 +126,7 @@ def restore(source: Path, state: Path) -> BackupSummary:
         raise StateError(f"{source} is no whole backup: {error}") from error
     except OSError as error:
         raise StateError(f"{source} cannot be restored to {state}: {error}") from error
-    return BackupSummary(str(state), len(manifest.files), sizes, manifest.revision)
+    return BackupSummary(str(state), len(manifest.files), sizes, manifest.revision, manifest.shared_artifacts)
 
 
 def sweep_stage(state: Path) -> None:
@@ -166,7 +167,10 @@ def _pin(state: Path, stage: Path, shared_artifacts: bool) -> None:
         if shared_artifacts or not (missing := _missing(stage)):
             break
     else:
-        raise StateError(f"{state} has rows whose files are gone, such as {missing[0]}: it is damaged")
+        raise StateError(
+            f"{state} has rows whose files are gone, such as {missing[0]}: it is damaged, unless the server "
+            "has them in a store: then give --artifacts here, too"
+        )
     _drop_unnamed(stage)
 
 
@@ -269,7 +273,9 @@ def _write(stage: Path, partial: Path, target: Path, shared_artifacts: bool) -> 
         manifest = Manifest(revision, int(time.time()), files, shared_artifacts)
         _save(io.BytesIO(msgspec.json.encode(manifest)), partial / MANIFEST)
         _sync_tree(partial)
-    return BackupSummary(str(target), len(files), sum(size for size, _ in files.values()), revision)
+    return BackupSummary(
+        str(target), len(files), sum(size for size, _ in files.values()), revision, shared_artifacts
+    )
 
 
 class _Hashing:

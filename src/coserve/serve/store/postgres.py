@@ -21,6 +21,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
+from coserve.core.masking import masked
 from coserve.errors import ConfigError, RequestError, StateError
 from coserve.serve.store.database import READERS, Database, from_json
 from coserve.serve.store.examine import cannot_be_used
@@ -50,7 +51,7 @@ class PostgresDatabase(Database):
 
     def __init__(self, url: str) -> None:
         parsed = parse(url)
-        self._name = parsed.render_as_string(hide_password=True)
+        self._name = masked(parsed.render_as_string(hide_password=True))
         try:
             reads, writes = _engine(parsed, READERS, "REPEATABLE READ"), _engine(parsed, 1, "SERIALIZABLE")
         except ImportError as error:
@@ -126,7 +127,7 @@ def parse(url: str) -> URL:
             f"database must be a URL as postgresql://user@host:5432/name, not of {parsed.drivername!r}"
         )
     if not parsed.database:
-        raise ConfigError(f"database has no name: {parsed.render_as_string(hide_password=True)}")
+        raise ConfigError(f"database has no name: {masked(parsed.render_as_string(hide_password=True))}")
     return parsed.set(drivername="postgresql+psycopg")
 
 
@@ -151,4 +152,4 @@ def _engine(url: URL, connections: int, isolation: Any) -> Engine:
 
 def _said(error: DBAPIError) -> str:
     """The driver's words, in one line."""
-    return " ".join(str(error.orig).split())
+    return masked(" ".join(str(error.orig).split()))

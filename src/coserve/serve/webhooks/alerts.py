@@ -1,5 +1,5 @@
-"""Events that the server tells its operator of: jobs that ended, engines that were replaced, a disk or a
-queue that fills up."""
+"""Events that the server tells its operator of: jobs, batches and runs of evals that ended, engines that were
+replaced, a disk or a queue that fills up."""
 
 import asyncio
 import shutil

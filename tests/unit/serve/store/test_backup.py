@@ -16,7 +16,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from coserve.cli.app import app
 from coserve.errors import StateError
 from coserve.serve.store.backup import MANIFEST, back_up, restore
 from coserve.serve.store.durable import write_whole
@@ -211,15 +213,18 @@ def test_a_row_without_its_file_is_told_of(filled: Path, tmp_path: Path) -> None
         back_up(state, tmp_path / name, shared_artifacts=True)
         restore(tmp_path / name, tmp_path / f"back-{name}")
         assert len(list((tmp_path / f"back-{name}" / "files").iterdir())) == 39
+    asked, said = ["backup", str(tmp_path / "of-flag"), "--state", str(state)], list[str]()
+    for more in ([], ["--artifacts", "s3://bucket/prefix"]):
+        ran = CliRunner().invoke(app, [*asked, *more])
+        said.append(ran.output or str(ran.exception))
+    assert "give --artifacts here" in said[0] and "the artifact store alone has" in said[1]
+    back = CliRunner().invoke(app, ["restore", asked[1], "--state", str(tmp_path / "of-flag-back")])
+    assert "--artifacts PLACE`" in back.output
 
 
 def test_a_database_of_an_earlier_shape_is_upgraded_once_it_is_asked_for(
     filled: Path, tmp_path: Path
 ) -> None:
-    from typer.testing import CliRunner
-
-    from coserve.cli.app import app
-
     def run(*arguments: str) -> tuple[int, str]:
         result = CliRunner().invoke(app, [*arguments, "--state", str(tmp_path)])
         return result.exit_code, result.output or str(result.exception)
