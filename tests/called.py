@@ -53,6 +53,10 @@ _CALLS: Mapping[str, str] = {
     + "{% for k, v in c.function.arguments | items %}{{ '\n' }}<arg_key>{{ k }}</arg_key>\n"
     "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}{{ '\n' }}"
     "</tool_call>{% endfor %}",
+    "minimax_m2": "<minimax:tool_call>" + _EACH + '{{ "\n" }}<invoke name="' + _NAME + '">'
+    "{% for k, v in c.function.arguments | items %}{{ '\n' }}<parameter name=\"{{ k }}\">"
+    "{{ v if v is string else v | tojson }}</parameter>{% endfor %}{{ '\n' }}</invoke>{% endfor %}"
+    "{{ '\n' }}</minimax:tool_call>",
     "mistral": "[TOOL_CALLS] [" + _EACH + "{% if not loop.first %}, {% endif %}" + _FUNCTION
     + "}{% endfor %}]",
     "mistral_names": _EACH + "[TOOL_CALLS]" + _NAME + "[ARGS]" + _VALUES + "{% endfor %}",
@@ -68,7 +72,8 @@ _CALLS: Mapping[str, str] = {
 _SPECIAL = ("<|end|>", "<|user|>", "[TOOL_CALLS]", "[ARGS]")  # skipped in texts, as models' own
 _ADDED = (
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<minimax:tool_call>",
+    "</minimax:tool_call>",
 )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def test_calls_are_read_as_they_were_written_wherever_they_are_cut(name: str) ->
     print(f"seed {seed}")
     draw, format = random.Random(seed), FORMATS[name]
     for _ in range(12):
-        calls = drawn(draw, name in ("qwen3_coder", "glm45"))
+        calls = drawn(draw, name in ("qwen3_coder", "glm45", "minimax_m2"))
         said = draw.choice(["", "Let me <see> [it", "{x", "a\n "]) if format.syntax.anywhere else ""
         text = said + written(format, calls)
         whole = read(name, [text])
@@ -195,7 +195,7 @@ def test_what_no_format_reads_is_refused() -> None:
     assert Markups(tokenizer_for(silent)).format() is FORMATS["json"]  # told in words
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2"])
 def test_schemas_that_tags_cannot_hold_are_refused_where_they_are_strict(name: str) -> None:
     lark = Text(tokenizer_for(template_of(name))).markups.lark
     bounded = {"properties": {"a": {"type": "string", "maxLength": 3}}}
