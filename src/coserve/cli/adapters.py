@@ -221,6 +221,35 @@ def merge(
 
 
 @app.command()
+def gguf(
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            help="A PEFT adapter's folder, or the name of one on the server.",
+            autocompletion=complete_adapters,
+        ),
+    ],
+    to: Annotated[Path, typer.Argument(help="File to write; it must not exist.")],
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name of the base; the embedded one by default.")
+    ] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Writes a LoRA adapter as GGUF, for llama.cpp's --lora. Of the base only its configuration is read. Needs
+    no server for a folder."""
+    from coserve import tiny
+
+    with _local_folder(context, adapter, url, api_key) as folder:
+        from coserve.adapters.gguf_file import write_gguf
+        from coserve.model.foreign import read_config
+
+        count = write_gguf(folder, read_config(model or str(tiny.path())), to)
+    print(f"wrote {count} tensors to {to}\n  llama-cli -m base.gguf --lora {to}")
+
+
+@app.command()
 def check(
     adapter: Annotated[
         str,

@@ -1,5 +1,5 @@
-"""Adapters from elsewhere: a hub name, an object store, or a web server. Nothing but an adapter's two files is
-read, into a folder, with bounds and a hash where one was given.
+"""Adapters from elsewhere: a hub name, an object store, or a web server. Nothing but an adapter's two files
+is read, into a folder, with bounds and a hash where one was given.
 
 A `.bin` file, a pickle, is rewritten as safetensors by a process of its own (`adapters/convert.py`).
 """
@@ -27,9 +27,12 @@ _SECONDS: Final = 30.0  # to connect, and of silence
 
 
 class Source(Protocol):
-    """A folder elsewhere. `revision` is the commit that is read, where there is one."""
+    """A folder elsewhere."""
 
-    revision: str | None
+    @property
+    def revision(self) -> str | None:
+        """The commit that is read, where there is one."""
+        ...
 
     def pieces(self, name: str) -> Iterator[bytes]:
         """The bytes of a file. Raises FileNotFoundError where it is missing, and AdapterError."""
@@ -102,7 +105,7 @@ def source_of(source: str) -> Source:
 class _Stored:
     """A prefix in an object store, whose credentials come from the environment."""
 
-    revision = None
+    revision: Final = None
 
     def __init__(self, url: str) -> None:
         self._objects = objects_at(url.rstrip("/"))
@@ -117,7 +120,7 @@ class _Stored:
 class _Web:
     """A folder of a web server. Without TLS it has to be on this machine, and redirects do not leave TLS."""
 
-    revision = None
+    revision: Final = None
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")

@@ -121,7 +121,9 @@ def test_an_object_store(target: Path, tmp_path: Path, monkeypatch: pytest.Monke
         for name, data in (("adapter_config.json", CONFIG), ("adapter_model.safetensors", WEIGHTS)):
             store.put(f"prefix/poet/{name}", data, False)
         assert is_there(fetch_adapter(f"{BUCKET_URL}/poet", target).folder)
-        with pytest.raises(AdapterError, match="holds no adapter_model.safetensors and no adapter_model.bin"):
+        with pytest.raises(
+            AdapterError, match=r"holds no adapter_model\.safetensors and no adapter_model\.bin"
+        ):
             fetch_adapter(f"{BUCKET_URL}/other", tmp_path / "none")
 
 
@@ -145,7 +147,7 @@ def test_a_web_server_with_redirects_bounds_and_hashes(site: Site, target: Path,
         fetch_adapter(f"{site.url}/a", none)
     del site.files["/a/adapter_config.json"], site.moved["/a/adapter_model.safetensors"]
     site.files["/a/adapter_model.safetensors"] = WEIGHTS
-    with pytest.raises(AdapterError, match="holds no adapter_config.json"):
+    with pytest.raises(AdapterError, match=r"holds no adapter_config\.json"):
         fetch_adapter(f"{site.url}/a", none)
     assert not none.exists()
 
@@ -187,7 +189,7 @@ def test_a_pickle_becomes_safetensors_and_a_hostile_one_runs_nothing(site: Site,
 
 @pytest.mark.parametrize("source", ["ftp://host/a", "file:///etc", "a b", "http://192.0.2.1/a", "://"])
 def test_what_is_no_source(source: str, tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match="names no adapter|without TLS"):
+    with pytest.raises(AdapterError, match=r"names no adapter|without TLS"):
         fetch_adapter(source, tmp_path / "none")
     assert not (tmp_path / "none").exists()
     assert is_elsewhere(source) is ("://" in source)
