@@ -87,7 +87,8 @@ def write_gguf(adapter_folder: str | Path, config: Any, out: str | Path) -> int:
 def neighbours(rows: Tensor, heads: int) -> Tensor:
     """Rows [out, ...] in the order in which the two that are rotated together are neighbours, from that in
     which they are in the two halves of a head."""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)  # type: ignore[no-untyped-call]
+    halves = rows.view(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def _plain(path: str, side: Side, bypass: Bypass, is_second: bool) -> LoRABypass:

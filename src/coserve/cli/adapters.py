@@ -237,7 +237,7 @@ def gguf(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Writes a LoRA adapter as GGUF, for llama.cpp's --lora. Of the base only its configuration is read. Needs
+    """Writes a LoRA adapter as GGUF, for llama.cpp. Of the base only its configuration is read. Needs
     no server for a folder."""
     from coserve import tiny
 
