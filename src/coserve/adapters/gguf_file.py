@@ -19,7 +19,7 @@ from coserve.errors import AdapterError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Architecture:
     """`name` of an architecture of GGUF. Where `turns`, rows of the projections of queries and keys are in
     another order there, as llama.cpp rotates neighbours and transformers halves."""
 
@@ -28,16 +28,16 @@ class _Kind:
 
 
 # By transformers' type of models: those whose linears have one tensor each in both.
-_KINDS: Final[Mapping[str, _Kind]] = MappingProxyType({
-    "llama": _Kind("LLAMA", True),
-    "mistral": _Kind("LLAMA", True),
-    "smollm3": _Kind("SMOLLM3", True),
-    "granite": _Kind("GRANITE", True),
-    "qwen2": _Kind("QWEN2"),
-    "qwen3": _Kind("QWEN3"),
-    "olmo2": _Kind("OLMO2"),
-    "gemma2": _Kind("GEMMA2"),
-    "gemma3_text": _Kind("GEMMA3"),
+_KINDS: Final[Mapping[str, _Architecture]] = MappingProxyType({
+    "llama": _Architecture("LLAMA", True),
+    "mistral": _Architecture("LLAMA", True),
+    "smollm3": _Architecture("SMOLLM3", True),
+    "granite": _Architecture("GRANITE", True),
+    "qwen2": _Architecture("QWEN2"),
+    "qwen3": _Architecture("QWEN3"),
+    "olmo2": _Architecture("OLMO2"),
+    "gemma2": _Architecture("GEMMA2"),
+    "gemma3_text": _Architecture("GEMMA3"),
 })  # fmt: skip
 _MERGE: Final = "merge it into its base with `coserve adapters merge`"
 
@@ -99,7 +99,7 @@ def _plain(path: str, side: Side, bypass: Bypass, is_second: bool) -> LoRABypass
     return bypass
 
 
-def _names(gguf: ModuleType, kind: _Kind, config: Any, paths: Mapping[str, object]) -> dict[str, str]:
+def _names(gguf: ModuleType, kind: _Architecture, config: Any, paths: Mapping[str, object]) -> dict[str, str]:
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.name], config.num_hidden_layers)
     names = {path: table.get_name(f"{path}.weight", try_suffixes=(".weight",)) for path in paths}
     for path, name in names.items():

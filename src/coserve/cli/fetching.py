@@ -26,7 +26,7 @@ _REDIRECTS: Final = 5
 _SECONDS: Final = 30.0  # to connect, and of silence
 
 
-class Source(Protocol):
+class AdapterSource(Protocol):
     """A folder elsewhere."""
 
     @property
@@ -87,7 +87,7 @@ def fetch_adapter(
     return Fetched(folder, digest, found.revision)
 
 
-def source_of(source: str) -> Source:
+def source_of(source: str) -> AdapterSource:
     """The place that a text names. Raises AdapterError."""
     scheme = urlsplit(source).scheme if "://" in source else ""
     if scheme in SCHEMES:
@@ -195,7 +195,7 @@ class _Hub:
             raise AdapterError(f"{self._name} cannot be read from the hub: {reason}") from error
 
 
-def _bring(found: Source, source: str, name: str, folder: Path, most: int) -> str:
+def _bring(found: AdapterSource, source: str, name: str, folder: Path, most: int) -> str:
     """Writes a file of at most so many bytes; returns its SHA-256."""
     hashed, count = hashlib.sha256(), 0
     pieces = found.pieces(name)

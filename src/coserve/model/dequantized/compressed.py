@@ -19,7 +19,7 @@ _PARTS: Final = {
 
 
 @dataclass(frozen=True)
-class PackedForm:
+class CompressedForm:
     """Packed [out, in * bits / 32] int32, or [out, in / 2] bytes of four-bit floating point; scales [out,
     groups], zeros [out * bits / 32, groups] int32. A number is saved as one that is half of all higher.
     `rest` reads weights that are not packed."""

@@ -1,4 +1,4 @@
-"""What all forms share: which tensors of a file belong to one weight, and the state that transformers'
+"""The interface of forms: the tensors of a file that belong to one weight, and the state that transformers'
 loader is given in their place.
 
 A weight of a quantized checkpoint is several tensors: packed numbers, scales, offsets. The loader gets one
@@ -28,11 +28,11 @@ class Slice(Protocol):
 
 
 class Form(Protocol):
-    """How the weights of one checkpoint were saved."""
+    """The form in which the weights of one checkpoint were saved."""
 
     @property
     def name(self) -> str:
-        """What the form is called where it is refused."""
+        """The name of the form in messages."""
         ...
 
     def weight_of(self, name: str) -> tuple[str, str] | None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from coserve.errors import UnsupportedModel
 from coserve.model.dequantized.bitsandbytes import BitsAndBytesForm
-from coserve.model.dequantized.compressed import PackedForm
+from coserve.model.dequantized.compressed import CompressedForm
 from coserve.model.dequantized.form import Form
 from coserve.model.dequantized.groups import AWQForm, GPTQForm
 from coserve.model.dequantized.mxfp4 import MXFP4Form
@@ -23,7 +23,7 @@ _COMPRESSED: Final = {
 
 
 def quantized_fields(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """How a model was saved quantized, as the fields of its configuration say; None where it was not."""
+    """The part of a configuration that says how its weights were quantized; None where they were not."""
     text = fields.get("text_config")
     for own in (fields, text if isinstance(text, dict) else {}):
         if own.get(_FIELD):
@@ -55,7 +55,7 @@ def form_for(found: Mapping[str, Any], names: Collection[str]) -> Form:
         return GPTQForm(bits, 0 if found.get("checkpoint_format") == "gptq_v2" else 1)
     if method == "compressed-tensors" and (packed_bits := _packed_bits(found)):
         packed = {name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed")}
-        return PackedForm(packed_bits, scaled, packed)
+        return CompressedForm(packed_bits, scaled, packed)
     if method in ("fp8", "fbgemm_fp8") or (method == "modelopt" and found.get("quant_algo") == "FP8"):
         return scaled
     raise UnsupportedModel(f"weights saved as {method!r} are not read, but those saved as {READABLE} are")
