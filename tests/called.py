@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coserve.text.tools.format import ToolFormat
 from coserve.text.tools.formats import FORMATS
+from coserve.text.tools.gemma import GemmaCalls
 from coserve.text.tools.syntax import NAME
 from coserve.text.tools.xml_calls import XmlCalls
 
@@ -53,6 +54,10 @@ _CALLS: Mapping[str, str] = {
     + "{% for k, v in c.function.arguments | items %}{{ '\n' }}<arg_key>{{ k }}</arg_key>\n"
     "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}{{ '\n' }}"
     "</tool_call>{% endfor %}",
+    "minimax_m2": "<minimax:tool_call>" + _EACH + '{{ "\n" }}<invoke name="' + _NAME + '">'
+    "{% for k, v in c.function.arguments | items %}{{ '\n' }}<parameter name=\"{{ k }}\">"
+    "{{ v if v is string else v | tojson }}</parameter>{% endfor %}{{ '\n' }}</invoke>{% endfor %}"
+    "{{ '\n' }}</minimax:tool_call>",
     "mistral": "[TOOL_CALLS] [" + _EACH + "{% if not loop.first %}, {% endif %}" + _FUNCTION
     + "}{% endfor %}]",
     "mistral_names": _EACH + "[TOOL_CALLS]" + _NAME + "[ARGS]" + _VALUES + "{% endfor %}",
@@ -65,10 +70,40 @@ _CALLS: Mapping[str, str] = {
     + _VALUES + "}{% endfor %}",
     "json": _EACH + _LINE + _FUNCTION + "}{% endfor %}",
 }  # fmt: skip
-_SPECIAL = ("<|end|>", "<|user|>", "[TOOL_CALLS]", "[ARGS]")  # skipped in texts, as models' own
+_GEMMA = (
+    "{% macro val(v) %}{% if v is string %}MARK{{ v }}MARK{% elif v is mapping %}"
+    "{ {%- for k, o in v | dictsort %}"
+    "{{ k }}:{{ val(o) }}{% if not loop.last %},{% endif %}{% endfor -%} }{% elif v is sequence %}["
+    "{% for o in v %}{{ val(o) }}{% if not loop.last %},{% endif %}{% endfor %}]{% else %}{{ v | tojson }}"
+    "{% endif %}{% endmacro %}"
+)
+_CALLS = {
+    **_CALLS,
+    **{
+        name: _GEMMA.replace("MARK", mark)
+        + _EACH + opening + "call:" + _NAME + "{{ val(c.function.arguments) }}" + closing + "{% endfor %}"
+        for name, opening, closing, mark in (
+            ("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+            ("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+        )
+    },
+}  # fmt: skip
+_SPECIAL = (
+    "<|end|>",
+    "<|user|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<start_function_call>",
+    "<end_function_call>",
+    "<escape>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+)  # skipped in texts, as models' own
 _ADDED = (
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<minimax:tool_call>",
+    "</minimax:tool_call>",
 )  # fmt: skip
 
 
@@ -116,10 +151,23 @@ def written(format: ToolFormat, calls: Calls) -> str:
                 text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
                 found += f"\n{around.before.replace(NAME, key)}{line}{text}{line}{around.after}"
             found += f"\n{around.ending}"
+        elif isinstance(format, GemmaCalls):
+            found += _in_gemma(arguments, format.mark).removeprefix("{")
         else:
             found += json.dumps(arguments, ensure_ascii=False)
         found += syntax.after
     return found + syntax.closing
+
+
+def _in_gemma(value: Any, mark: str) -> str:
+    match value:
+        case str():
+            return f"{mark}{value}{mark}"
+        case Mapping():
+            return "{" + ",".join(f"{key}:{_in_gemma(own, mark)}" for key, own in value.items()) + "}"
+        case list():
+            return "[" + ",".join(_in_gemma(own, mark) for own in value) + "]"
+    return json.dumps(value)
 
 
 class Untrained:

@@ -1,6 +1,7 @@
 """`coserve adapters`: lists, imports, exports, checks, merges and deletes adapters."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,23 +41,65 @@ def list_adapters(
 @app.command("import")
 def import_adapter(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A PEFT adapter's folder.")],
-    name: Annotated[str | None, typer.Option(help="What to call it; the folder's name by default.")] = None,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A PEFT adapter's folder, a hub name (owner/name or owner/name@revision), or the URL of a "
+            "folder: https://, s3://, gs://, az://.",
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="What to call it; by default the last part of where it comes from.")
+    ] = None,
+    sha256: Annotated[
+        str | None, typer.Option("--sha256", help="Refuse other weights: the SHA-256 of their file.")
+    ] = None,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Copies a PEFT adapter to the server, where it stays. Only its JSON and its safetensors are sent."""
+    """Copies a PEFT adapter to the server, where it stays. Only its JSON and its safetensors are sent. One
+    from elsewhere is fetched by this command first, with your own access; a .bin file is rewritten as
+    safetensors by a process with limits."""
+    from coserve.cli.fetching import fetch_adapter, is_elsewhere
+
+    if not is_elsewhere(source):
+        path = Path(source)
+        if not path.is_dir():
+            raise ConfigError(f"{source!r} is no folder, hub name or URL of an adapter")
+        if sha256 is not None:
+            raise ConfigError("--sha256 is for adapters from elsewhere")
+        return _send(context, path, name or path.resolve().name, {}, as_json, url, api_key)
+    with tempfile.TemporaryDirectory(prefix="coserve-adapter-") as scratch:
+        found = fetch_adapter(source, Path(scratch, "adapter"), sha256)
+        came = {"source": source, "sha256": found.sha256, "revision": found.revision}
+        named = name or source.rstrip("/").rpartition("/")[2].partition("@")[0]
+        _send(context, found.folder, named, came, as_json, url, api_key)
+
+
+def _send(
+    context: typer.Context,
+    path: Path,
+    name: str,
+    came: dict[str, str | None],
+    as_json: bool,
+    url: str | None,
+    api_key: str | None,
+) -> None:
+    """Sends a folder to the server; says where it `came` from."""
     from coserve.cli.output import print_json
 
     for part in (CONFIG, WEIGHTS):
         if not (path / part).is_file():
             raise unreadable(path / part, f"there is no {part}; a PEFT adapter's folder is needed")
     with connect(context, url, api_key) as client:
-        fields = {"name": name or path.resolve().name}
+        fields = {"name": name}
         found = client.upload("/v1/adapters", fields, {"config": path / CONFIG, "weights": path / WEIGHTS})
     if as_json:
-        return print_json(found)
+        return print_json(found | came)
+    if came:
+        commit = f" at {came['revision']}" if came["revision"] else ""
+        print(f"fetched {came['source']}{commit}\n  weights' SHA-256 {came['sha256']}")
     print(f"imported {found['id']}\n  coserve chat --model {found['id']}")
 
 
@@ -175,6 +218,35 @@ def merge(
 
         merge_adapter(model or str(tiny.path()), folder, to)
     print(f"merged into {to}\n  coserve serve {to}")
+
+
+@app.command()
+def gguf(
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            help="A PEFT adapter's folder, or the name of one on the server.",
+            autocompletion=complete_adapters,
+        ),
+    ],
+    to: Annotated[Path, typer.Argument(help="File to write; it must not exist.")],
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name of the base; the embedded one by default.")
+    ] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Writes a LoRA adapter as GGUF, for llama.cpp. Of the base only its configuration is read. Needs
+    no server for a folder."""
+    from coserve import tiny
+
+    with _local_folder(context, adapter, url, api_key) as folder:
+        from coserve.adapters.gguf_file import write_gguf
+        from coserve.model.foreign import read_config
+
+        count = write_gguf(folder, read_config(model or str(tiny.path())), to)
+    print(f"wrote {count} tensors to {to}\n  llama-cli -m base.gguf --lora {to}")
 
 
 @app.command()

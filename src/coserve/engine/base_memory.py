@@ -21,6 +21,7 @@ from coserve.memory.compiled import built_bytes
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.memory.ledger import Ledger
 from coserve.model.base import Base
+from coserve.model.dequantized.forms import quantized_fields
 from coserve.model.foreign import folder_of, read_config
 from coserve.model.load import model_of_shapes
 from coserve.schedule.config import SchedulerConfig
@@ -178,7 +179,7 @@ def base_memory(
     found, free = read_config(model), ledger.free
     adapters = 0 if ledger.used else adapter_limit(config, ledger.budget) or 0  # of all bases together
     libraries = built_bytes() if counts_libraries else 0
-    saved = saved_bytes(model, config.quantize)
+    saved = saved_bytes(model, config.quantize, quantized_fields(found.to_dict()))
     text = found.get_text_config()
     widths = getattr(text, "hidden_size", 0) * getattr(text, "num_hidden_layers", 0)
     if saved and widths and 1.1 * saved + 32 * config.cache_tokens * widths + adapters + _PLENTY <= free:

@@ -45,6 +45,7 @@ from coserve.executors.transport import WorkerTransport
 from coserve.executors.worker_process import QUIET, WorkerProcess, wait_for_any
 from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.base import Base
+from coserve.model.dequantized.forms import as_dense
 from coserve.model.load import load_base
 from coserve.parallel.ranks import Rank, is_stopped
 from coserve.wire.frames import send_frame
@@ -309,7 +310,7 @@ def _opened(answer: bytes) -> ExecutorOpened:
 
 def _without_weights(model: str, config: EngineConfig, spec: ExecutorSpec) -> Base:
     """The model's base without data, for the host's estimates and checks."""
-    loaded = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    loaded = as_dense(AutoConfig.from_pretrained(model, trust_remote_code=False))
     dtype: torch.dtype = getattr(torch, spec.dtype)
     with fake_tensors():
         shapes = made_of(loaded, dtype=dtype)

@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from coserve.errors import CoserveError, LimitExceeded, ModelError, ModelNotFound
+from coserve.model.dequantized.forms import is_readable, quantized_fields
 from coserve.model.hub import check_hub
 from coserve.model.refusal import refuse_kind, refuse_layers, refuse_quantized, told_by
 from coserve.sandbox.process import Sandbox
@@ -48,12 +49,15 @@ _log = logging.getLogger(__name__)
 
 
 def read_config(model: str | Path) -> PreTrainedConfig:
-    """The configuration of a causal language model, in a folder or on the hub. Raises ModelNotFound where
-    there is none, UnsupportedModel where it cannot be served, and ModelError where it asks for too much."""
+    """The configuration of a causal language model, in a folder or on the hub, with the form of its weights
+    where they were saved quantized. Raises ModelNotFound where there is none, UnsupportedModel where it
+    cannot be served, and ModelError where it asks for too much."""
     folder = folder_of(model)
     fields = _fields_of(model, folder / "config.json")
     refuse_kind(fields["model_type"])
-    refuse_quantized(fields, _made_of(folder))
+    found = quantized_fields(fields)
+    if found is None or not is_readable(found):
+        refuse_quantized(fields, _made_of(folder))
     if Path(model).exists() and not any(_WEIGHTS.fullmatch(file.name) for file in folder.iterdir()):
         raise ModelNotFound(f"{str(model)!r} holds no weights: no file of safetensors")
     examine(model, folder, fields)

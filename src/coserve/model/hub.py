@@ -9,15 +9,15 @@ from coserve.errors import ModelNotFound
 _SECONDS: Final = 3.0  # for an answer; the hub's client asks again for minutes where packets are dropped
 
 
-def check_hub(model: str | Path) -> None:
-    """Raises ModelNotFound for a model that is no folder, not in the hub's cache, and cannot be fetched, as
-    the hub does not answer."""
+def check_hub(model: str | Path, file: str = "config.json", revision: str | None = None) -> None:
+    """Raises ModelNotFound for a model, or what else has a `file` of this name, that is no folder, not in the
+    hub's cache, and cannot be fetched, as the hub does not answer."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if Path(model).exists():
         return
     try:
-        if isinstance(try_to_load_from_cache(str(model), "config.json"), str):
+        if isinstance(try_to_load_from_cache(str(model), file, revision=revision), str):
             return
     except ValueError as error:
         raise ModelNotFound(f"{str(model)!r} is no local folder and no hub name") from error

@@ -6,7 +6,7 @@ model that differs or fails in any way is refused with the reason.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ from coserve.model.base import Base, attention_function, is_without_data
 from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block
 from coserve.model.contents import ModelContents
+from coserve.model.dequantized.form import dense_state, slices_of
+from coserve.model.dequantized.forms import as_dense, form_for, quantized_fields
 from coserve.model.foreign import folder_of, read_config, saved_type
 from coserve.model.legacy_attention import set_attention, with_plain_linears
 from coserve.model.linear import FrozenLinear
@@ -174,7 +176,9 @@ def load_model(
     left are read. Raises ModelError."""
     config = read_config(model)
     changes = [*([keep_text] if is_multimodal(config) else []), *([] if change is None else [change])]
-    kind = hooked_class(config, partial(_changed, changes)) if changes else auto_class(config)
+    saved = quantized_fields(config.to_dict())
+    is_plain = saved is None and not changes
+    kind = auto_class(config) if is_plain else hooked_class(config, partial(_changed, changes, saved))
     return load_class(kind, model, config, dtype)
 
 
@@ -182,7 +186,11 @@ def load_class(kind: Any, model: str | Path, config: PreTrainedConfig, dtype: to
     """The model of a class with the weights of a folder or hub name. Raises ModelError."""
     try:
         loaded, report = kind.from_pretrained(
-            str(model), config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            str(model),
+            config=as_dense(config),
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if isinstance(error, CoserveError):
@@ -199,9 +207,9 @@ def load_class(kind: Any, model: str | Path, config: PreTrainedConfig, dtype: to
 def model_of_shapes(model: str | Path, config: PreTrainedConfig, dtype: torch.dtype | str) -> PreTrainedModel:
     """The model of a folder or hub name in the type that it would be loaded in, its weights not read. To be
     called among tensors without data."""
+    own = as_dense(deepcopy(config))  # a model writes into its configuration
     if dtype == "auto":
-        dtype = config.dtype or saved_type(folder_of(model)) or torch.float32
-    own = deepcopy(config)  # a model writes into its configuration
+        dtype = own.dtype or saved_type(folder_of(model)) or torch.float32
     return made_of(own, dtype=dtype).eval()
 
 
@@ -226,18 +234,26 @@ def plain_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def _changed(
     changes: Sequence[Callable[[PreTrainedModel], object]],
+    saved: Mapping[str, Any] | None,
     own: OwnLoader,
     model: PreTrainedModel,
     state_dict: Any,
     files: list[str] | None,
+    options: Any,
     *args: Any,
 ) -> tuple[Any, Any]:
+    """Fills a model that was changed first, with weights that were `saved` quantized in this way or not."""
     if not files or not all(file.endswith(".safetensors") for file in files):
-        raise UnsupportedModel("weights of a model can be left unread in files of safetensors only")
+        raise UnsupportedModel("weights are left unread or dequantized in files of safetensors only")
     for change in changes:
         change(model)
-    model._keys_to_ignore_on_load_unexpected = {"."}  # no warning for those that are left
-    return own(model, state_dict, files, *args)
+    if changes:
+        model._keys_to_ignore_on_load_unexpected = {"."}  # no warning for those that are left
+    with ExitStack() as closing:
+        if saved is not None:
+            slices = slices_of(files, closing)
+            state_dict = dense_state(form_for(saved, slices), slices, options.dtype)
+        return own(model, state_dict, files, options, *args)
 
 
 def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[None]]) -> None:

@@ -96,8 +96,8 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
 
 
 def refuse_quantized(fields: Mapping[str, Any], made_of: str = "") -> None:
-    """Raises UnsupportedModel for a model that was saved quantized, given the fields of its configuration's
-    file. `made_of` is the repository that it was made of, where its files tell."""
+    """Raises UnsupportedModel for a model whose weights are quantized, given the fields of its
+    configuration. `made_of` is the repository that it was made of, where its files tell."""
     text = fields.get("text_config")
     every = (fields, *([text] if isinstance(text, dict) else ()))
     found = next((own[key] for own in every for key in _QUANTIZED if own.get(key)), None)

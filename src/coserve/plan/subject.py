@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from coserve.adapters.text_part import made_of
 from coserve.errors import ConfigError, ModelNotFound, UnsupportedModel
+from coserve.model.dequantized.forms import as_dense, is_readable, quantized_fields
 from coserve.model.foreign import saved_type
 from coserve.model.load import load_model
 
@@ -82,6 +83,8 @@ def subject_from_fields(name: str, fields: Any, dtype: str = "auto", folder: Pat
         if not isinstance(fields, dict) or fields.get("model_type") not in CONFIG_MAPPING_NAMES:
             raise ValueError("it names no model_type that transformers knows")
         config = AutoConfig.for_model(**fields)
+        if (saved := quantized_fields(fields)) is not None and is_readable(saved):
+            config = as_dense(config)
     except (ValueError, TypeError, KeyError, HubError) as error:
         reason = str(error).partition(". ")[0]
         raise ModelNotFound(f"{name} is no configuration of a transformers model: {reason}") from error

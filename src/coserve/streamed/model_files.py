@@ -5,7 +5,9 @@ converts them while it loads. So its own loader runs here too, for the layers' s
 each layer's tensors alone.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +22,8 @@ from coserve.adapters.sites import decoder_layers
 from coserve.adapters.text_part import keep_text
 from coserve.errors import ModelError, UnsupportedModel
 from coserve.model.block import Block
+from coserve.model.dequantized.form import Form, Slice, Whole, dense_state, slices_of
+from coserve.model.dequantized.forms import form_for, quantized_fields
 from coserve.model.foreign import read_config
 from coserve.model.load import OwnLoader, hooked_class, load_class
 from coserve.streamed.files import FileTensor, WeightFile, ranges, read_header, tensor_in
@@ -33,11 +37,13 @@ class ModelFiles:
     on the meta device."""
 
     model: PreTrainedModel
+    _form: Form | None  # in which weights were saved, where they are quantized
 
     def __init__(self, model: str | Path, dtype: torch.dtype | str) -> None:
         """Raises ModelError, and UnsupportedModel for files of another kind."""
         self._stored: dict[str, tuple[WeightFile, FileTensor]] = {}
         config = read_config(model)
+        self._saved, self._form = quantized_fields(config.to_dict()), None
         self.model = load_class(hooked_class(config, self._begin), model, config, dtype)
 
     def _begin(
@@ -54,18 +60,20 @@ class ModelFiles:
         if not files or not all(file.endswith(".safetensors") for file in files):
             raise UnsupportedModel("only a model in files of safetensors can be streamed")
         keep_text(model)
-        has_place = _places(model, options)
-        for file in map(Path, files):
+        headers = {Path(file): read_header(Path(file)) for file in files}
+        if self._saved is not None:
+            self._form = form_for(self._saved, {name for found in headers.values() for name in found})
+        has_place = _places(model, options, self._form)
+        for file, found in headers.items():
             weights = WeightFile(file)
-            found = read_header(file).items()
-            self._stored |= {name: (weights, tensor) for name, tensor in found if has_place(name)}
+            self._stored |= {name: (weights, tensor) for name, tensor in found.items() if has_place(name)}
         self._files, self._options = files, options
         layers = decoder_layers(model)
         self._tails = {path: ".".join(path.split(".")[-2:]) for path in layers}
         around = {
             name: _read_alone(*stored) for name, stored in self._stored.items() if not self._layer_of(name)
         }
-        info, index = self._own_loader(model, around, files, options)
+        info, index = self._own_loader(model, self._dense(around), files, options)
         inside = {f"{path}.{name}" for path, layer in layers.items() for name in layer.state_dict()}
         if not inside <= info.missing_keys:
             raise UnsupportedModel("the model's files give its layers other names than it does")
@@ -98,7 +106,7 @@ class ModelFiles:
         for read in reads:
             read.file.read(read.start, buffer.bytes[read.into : read.end])
         state = {name: _found(buffer, reads, *stored) for name, stored in self._of(block).items()}
-        _quietly(lambda: self._own_loader(self.model, state, self._files, self._options))
+        _quietly(lambda: self._own_loader(self.model, self._dense(state), self._files, self._options))
         block.module.requires_grad_(False)
         tensors = block.module.state_dict()
         if missing := [name for name, tensor in tensors.items() if tensor.is_meta]:
@@ -107,6 +115,13 @@ class ModelFiles:
                 f"{block.path}.{missing[0]}"
             )
         return reads
+
+    def _dense(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor | Slice]:
+        """Tensors of files as transformers' loader is given them."""
+        if self._form is None:
+            return state
+        stored = {name: Whole(tensor) for name, tensor in state.items()}
+        return dense_state(self._form, stored, self._options.dtype)
 
     def _of(self, block: Block) -> Mapping[str, tuple[WeightFile, FileTensor]]:
         return {name: stored for name, stored in self._stored.items() if self._layer_of(name) == block.path}
@@ -117,14 +132,17 @@ class ModelFiles:
         return next((path for path, tail in self._tails.items() if f".{tail}." in f".{name}"), None)
 
 
-def _places(model: PreTrainedModel, options: Any) -> Callable[[str], bool]:
-    """Tells by its name in the files whether the model has a place for a tensor, as transformers' own loader
-    does: not for towers of images, which may have layers of the same names."""
+def _places(model: PreTrainedModel, options: Any, form: Form | None) -> Callable[[str], bool]:
+    """Tells by its name in the files whether the model has a place for a tensor, or for the weight that it
+    is a part of, as transformers' own loader does: not for towers of images, which may have layers of the
+    same names."""
     mapping, state = options.weight_mapping or (), model.state_dict()
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
 
     def has_place(name: str) -> bool:
+        if form is not None and (owner := form.weight_of(name)) is not None:
+            name = owner[0]
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         return renamed in state or name in state
 
@@ -146,12 +164,19 @@ def stored_bytes(folder: Path, paths: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def saved_bytes(model: object, quantize: str) -> int:
-    """Bytes of the weights in a model's folder once they are loaded, roughly; 0 for anything else."""
+def saved_bytes(model: object, quantize: str, saved: Mapping[str, Any] | None = None) -> int:
+    """Bytes of the weights in a model's folder once they are loaded, roughly; 0 for anything else. `saved`
+    says how they were saved quantized, None that they were not."""
     if not isinstance(model, str | Path) or not Path(model).is_dir():
         return 0
     each = _BYTES[quantize]
-    found = [tensor for file in Path(model).glob("*.safetensors") for tensor in read_header(file).values()]
+    files = [*Path(model).glob("*.safetensors")]
+    if saved is not None:
+        with ExitStack() as closing:
+            slices = slices_of(files, closing)
+            dense = dense_state(form_for(saved, slices), slices, torch.bfloat16)
+            return int(sum(math.prod(own.get_shape()) for own in dense.values()) * (each or 2))
+    found = [tensor for file in files for tensor in read_header(file).values()]
     if each is None:
         return sum(tensor.nbytes for tensor in found)
     return int(sum(tensor.nbytes / tensor.dtype.itemsize for tensor in found) * each)

@@ -109,7 +109,7 @@ def test_the_kind_of_weights_is_part_of_the_fingerprint() -> None:
     assert len(set(prints.values())) == 3
 
 
-def test_models_saved_quantized_are_refused(tmp_path: Path) -> None:
+def test_models_that_are_quantized_are_refused(tmp_path: Path) -> None:
     model = tiny("llama")
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(UnsupportedModel, match=r"saved quantized \(gptq, 4 bits\).*engine.quantize"):
@@ -117,9 +117,9 @@ def test_models_saved_quantized_are_refused(tmp_path: Path) -> None:
     model.config.quantization_config = None
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config["quantization_config"] = {"quant_method": "hqq", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match=r"saved quantized \(bitsandbytes, 4 bits\)"):
+    with pytest.raises(UnsupportedModel, match=r"saved quantized \(hqq, 4 bits\)"):
         load_base(tmp_path)
 
 

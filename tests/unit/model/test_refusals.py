@@ -98,17 +98,13 @@ GRANITE = {"model_type": "llama", "num_hidden_layers": 2}
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}, "_name_or_path": "maker/seven"},
-         r"saved quantized \(gptq, 4 bits\).*serve maker/seven, which it names, with --quantize"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}, "_name_or_path": "/home/somebody/model"},
-         r"\(awq, 4 bits\).*serve a checkpoint of it that is not quantized with --quantize"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-         r"\(bitsandbytes, 4 bits\)"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, r"\(fp8\)"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}},
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}, "_name_or_path": "maker/seven"},
+         r"saved quantized \(gptq, 3 bits\).*serve maker/seven, which it names, with --quantize"),
+        ({"quantization_config": {"quant_method": "eetq", "bits": 8}, "_name_or_path": "/home/some/model"},
+         r"\(eetq, 8 bits\).*serve a checkpoint of it that is not quantized with --quantize"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},
          r"\(compressed-tensors\)"),
         ({"compression_config": {"quant_method": "sparseml"}}, r"\(sparseml\)"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, r"\(mxfp4\)"),
         ({"quantization": {"group_size": 64, "bits": 4}}, r"4 bits"),
         ({"text_config": {"quantization_config": {"quant_method": "torchao"}}}, r"\(torchao\)"),
         ({"quantization_config": {"quant_method": 7, "bits": "many"}}, r"\(7\)"),
@@ -125,7 +121,7 @@ def test_a_quantized_checkpoint_is_refused_with_its_form(
 
 
 def test_the_card_names_what_a_quantized_model_was_made_of(tmp_path: Path) -> None:
-    fields = GRANITE | {"quantization_config": {"quant_method": "awq"}}
+    fields = GRANITE | {"quantization_config": {"quant_method": "awq", "bits": 3}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     (tmp_path / "README.md").write_text("---\nlicense: mit\nbase_model:\n- maker/seven-b\n---\n")
     with pytest.raises(UnsupportedModel, match="serve maker/seven-b, which it names, with --quantize 4bit"):

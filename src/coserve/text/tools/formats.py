@@ -10,17 +10,20 @@ from coserve.text.deltas import joined
 from coserve.text.told_tools import ARGUMENTS, NAME, PARAMETERS, QUESTION
 from coserve.text.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from coserve.text.tools.format import ToolFormat
+from coserve.text.tools.gemma import FUNCTION_GEMMA, GEMMA4
 from coserve.text.tools.generic import GENERIC
 from coserve.text.tools.glm import GLM
 from coserve.text.tools.hermes import HERMES
 from coserve.text.tools.llama3 import LLAMA3
+from coserve.text.tools.minimax import MINIMAX
 from coserve.text.tools.mistral import MISTRAL, MISTRAL_NAMES
 from coserve.text.tools.qwen3_coder import QWEN3_CODER
 from coserve.text.tools.reader import CallReader
 from coserve.text.tools.tool import Tool
 
 _ALL: Final[Sequence[ToolFormat]] = (
-    HERMES, QWEN3_CODER, GLM, MISTRAL, MISTRAL_NAMES, DEEPSEEK_V31, DEEPSEEK_V3, LLAMA3, GENERIC,
+    HERMES, QWEN3_CODER, GLM, MINIMAX, MISTRAL, MISTRAL_NAMES, DEEPSEEK_V31, DEEPSEEK_V3,
+    FUNCTION_GEMMA, GEMMA4, LLAMA3, GENERIC,
 )  # fmt: skip
 FORMATS: Final[Mapping[str, ToolFormat]] = MappingProxyType({one.name: one for one in _ALL})
 

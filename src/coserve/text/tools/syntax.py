@@ -33,8 +33,8 @@ class Syntax:
     A format whose calls stand `anywhere` may have text before them, which does not hold the `marker` that
     they begin with; other calls are the whole answer. `reads_after` is a pattern of what follows arguments,
     where that is more than `after`, `reads_before` one of `before`, and `skipped` a text that may stand
-    before all calls. All patterns end with a character that is not optional, so they match as soon as they
-    can.
+    before all calls. `marks` are texts within arguments that may be special tokens. All patterns end with a
+    character that is not optional, so they match as soon as they can.
     """
 
     before: str
@@ -46,6 +46,7 @@ class Syntax:
     reads_before: str = ""
     reads_after: str = ""
     skipped: str = ""
+    marks: tuple[str, ...] = ()
 
     @cached_property
     def marker(self) -> str:
@@ -83,4 +84,4 @@ class Syntax:
     @property
     def literals(self) -> tuple[str, ...]:
         """All texts that the format writes."""
-        return self.skipped, self.opening, self.before, self.after, self.between, self.closing
+        return self.skipped, self.opening, self.before, self.after, self.between, self.closing, *self.marks

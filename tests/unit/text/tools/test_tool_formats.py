@@ -59,13 +59,14 @@ def drawn(draw: random.Random, is_xml: bool) -> Calls:
     return calls
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", ALL)
 def test_calls_are_read_as_they_were_written_wherever_they_are_cut(name: str) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     draw, format = random.Random(seed), FORMATS[name]
     for _ in range(12):
-        calls = drawn(draw, name in ("qwen3_coder", "glm45"))
+        calls = drawn(draw, name in ("qwen3_coder", "glm45", "minimax_m2"))
         said = draw.choice(["", "Let me <see> [it", "{x", "a\n "]) if format.syntax.anywhere else ""
         text = said + written(format, calls)
         whole = read(name, [text])
@@ -195,7 +196,7 @@ def test_what_no_format_reads_is_refused() -> None:
     assert Markups(tokenizer_for(silent)).format() is FORMATS["json"]  # told in words
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2"])
 def test_schemas_that_tags_cannot_hold_are_refused_where_they_are_strict(name: str) -> None:
     lark = Text(tokenizer_for(template_of(name))).markups.lark
     bounded = {"properties": {"a": {"type": "string", "maxLength": 3}}}
@@ -206,3 +207,43 @@ def test_schemas_that_tags_cannot_hold_are_refused_where_they_are_strict(name: s
         answer_grammar(AnswerParts(FORMATS[name], [Tool("f", {"properties": {"a>": {}}})]), lark())
     with pytest.raises(DataError, match='"properties" to be an object'):
         answer_grammar(AnswerParts(FORMATS[name], [Tool("f", {"properties": []})]), lark())
+
+
+def test_gemma_holds_nested_schemas_and_reads_what_breaks_them() -> None:
+    parameters = {
+        "properties": {
+            "where": {
+                "type": "object",
+                "properties": {
+                    "x": {"type": "number"},
+                    "names": {"type": "array", "items": {"type": "string"}},
+                },
+                "required": ["names"],
+            },
+            "else": {},
+        },
+        "required": ["where"],
+    }
+    text, tool = Text(tokenizer_for(template_of("gemma4"))), Tool("f", parameters)
+    model, lark = Untrained(text.tokenizer), text.markups.lark
+    grammar = answer_grammar(AnswerParts(FORMATS["gemma4"], [tool], True, False), lark())
+
+    def of(arguments: str) -> tuple[bool, Any]:
+        answer = f"<|tool_call>call:f{arguments}<tool_call|>"
+        ids = text.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        reader = AnswerReader(Markup(format=FORMATS["gemma4"], tools={"f": tool}))
+        _, _, calls = joined(reader.push(answer, is_last=True))
+        return model.accepts(grammar, ids) == (len(ids), True), json.loads(calls[0].arguments)
+
+    mark = '<|"|>'
+    names = f"names:[{mark}a,}}{mark},{mark}{mark}]"
+    assert of(f"{{where:{{{names},x:1.5}}}}") == (True, {"where": {"names": ["a,}", ""], "x": 1.5}})
+    assert of(f"{{else:[null,{{k:{mark}v{mark}}}],where:{{{names}}}}}") == (
+        True, {"else": [None, {"k": "v"}], "where": {"names": ["a,}", ""]}}
+    )  # fmt: skip
+    assert of("{else:1}") == (False, {"else": 1})
+    assert of(f"{{where:{{x:{mark}a{mark},{names}}}}}")[0] is False
+    assert of("{else:Ulm,where}") == (False, {"else": "Ulm", "where": None})
+    with pytest.raises(DataError, match="'minItems' cannot be enforced"):
+        bounded = {"properties": {"a": {"type": "array", "minItems": 2}}}
+        answer_grammar(AnswerParts(FORMATS["gemma4"], [Tool("f", bounded, strict=True)]), lark())
