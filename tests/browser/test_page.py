@@ -15,6 +15,7 @@ import pytest
 import coserve
 from conftest import PHONE, chat, picture_of, train
 from coserve.serve.store.store import Store
+from coserve.serve.web.files import page_files
 from whole_server import Server
 
 pytestmark = pytest.mark.browser
@@ -22,6 +23,7 @@ VIEWS = ("now", "keys", "health")
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>\u202egnp.exe"
 LONG = HOSTILE + "x" * 10_000
 FIRST_PAINT = 300.0  # milliseconds
+MOST_WEIGHT = 60_000  # bytes, compressed
 
 
 def accessible(page: Any) -> None:
@@ -247,3 +249,19 @@ def test_the_page_asks_nobody_else(see: Any, server: Server) -> None:
     for file in folder.rglob("*.js"):
         assert "http://" not in (text := file.read_text()).replace("http://www.w3.org/", ""), file
         assert not (file.parent.name != "vendor" and ("innerHTML" in text or "eval(" in text)), file
+
+
+def test_all_views_together_are_light(see: Any, server: Server) -> None:
+    """What Chromium receives of the page's files, whatever it has been looked at."""
+    page = see(server.url).open()
+    for view in ("Now", "Playground", "Jobs", "Adapters", "Keys", "Health"):
+        page.get_by_role("link", name=view, exact=True).click()
+        page.wait_for_selector(".panel")
+    page.wait_for_timeout(500)
+    found = page.evaluate(
+        """[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
+        .filter((one) => !/[/](api|v1)[/]/.test(one.name)).map((one) => [one.name, one.encodedBodySize])"""
+    )
+    weights = dict(found)
+    assert len(weights) == len(page_files().files) - ("icon.svg" not in str(found))
+    assert 30_000 < sum(weights.values()) <= MOST_WEIGHT, weights
