@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from coserve.adapters.paging.cache import AdapterCache
+from coserve.engine.holdings import holdings_of
 from coserve.engine.memory import EngineMemory
 from coserve.memory.malloc import resident_bytes
 from coserve.memory.pages import PagePool
@@ -57,4 +58,5 @@ def count(
         memory_peak=memory.meter.peak(),
         memory_imports=memory.imports,
         paging=cache.stats(),
+        holdings=holdings_of(scheduler, memory, pages, cache),
     )

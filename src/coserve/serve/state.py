@@ -13,6 +13,8 @@ from coserve.metrics import Metrics
 from coserve.serve.adapter_registry.catalog import Catalog
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.answering.logprobs import LogprobWriter
+from coserve.serve.answering.waits import AnswerWaits
+from coserve.serve.holdings import TenantHoldings
 from coserve.serve.offload import Offload, TenantTurns
 from coserve.serve.router_metrics import RouterMetrics
 from coserve.serve.telemetry import Telemetry
@@ -53,6 +55,7 @@ class State:
     logprobs: LogprobWriter = field(init=False)
     queue: FairQueue = field(init=False)
     catalog: Catalog = field(init=False)
+    waits: AnswerWaits = field(init=False)
     telemetry: Telemetry = field(init=False)
     watch: TrainingWatch = field(init=False)
     otel: "OtelSpans | None" = None  # where traces are asked for
@@ -65,7 +68,15 @@ class State:
         self.queue = FairQueue(self.settings.max_queue, self.settings.max_queue_tenant)
         self.catalog = Catalog(self.settings.base_name, int(time()), self.store, self.settings.bases)
         self.catalog.aliases = self.settings.model_aliases
-        self.telemetry = Telemetry(self.queue, self.link, lambda: self.draining)
+        self.waits = AnswerWaits(self.queue, self.link)
+        held = TenantHoldings(self.store, self.link)
+        self.telemetry = Telemetry(
+            self.queue,
+            self.link,
+            lambda: self.draining,
+            own=lambda tenant: {"waits": self.waits.rows(tenant), "holds": held.of(tenant)},
+            learn=held.learn,
+        )
         self.watch = TrainingWatch(self.metrics, self.queue, self.store, self.telemetry)
         self.on_settings.append(lambda new: self.queue.limit(new.max_queue, new.max_queue_tenant))
 
