@@ -104,6 +104,7 @@ def test_health_and_usage_tell_of_the_caller(play: Play) -> None:
         assert used["kept"][0]["bytes"] > 9 and used["limits"]["files"] == 1000
         health = (await world.http.get("/web/api/health", headers=given)).json()
         assert health["engine"]["deaths"] == 0 and health["health"]["engine"] == "ready"
+        assert health["replicas"] == health["workers"] == [] and health["deaths"] == {}
         assert health["keys_required"] and health["disk_free"] <= health["disk_total"]
         await world.engine.die()
         await world.engine.start()

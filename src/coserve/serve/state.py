@@ -19,6 +19,7 @@ from coserve.serve.offload import Offload, TenantTurns
 from coserve.serve.router_metrics import RouterMetrics
 from coserve.serve.telemetry import Telemetry
 from coserve.serve.training.watch import TrainingWatch
+from coserve.serve.web.doctor import Doctor
 
 if TYPE_CHECKING:
     from coserve.serve.engine.link import EngineLink
@@ -58,6 +59,7 @@ class State:
     waits: AnswerWaits = field(init=False)
     telemetry: Telemetry = field(init=False)
     watch: TrainingWatch = field(init=False)
+    doctor: Doctor = field(init=False)
     otel: "OtelSpans | None" = None  # where traces are asked for
     draining: bool = field(default=False, init=False)  # new work is refused
     on_settings: list[Callable[["ServerSettings"], object]] = field(default_factory=list, init=False)
@@ -77,6 +79,7 @@ class State:
             own=lambda tenant: {"waits": self.waits.rows(tenant), "holds": held.of(tenant)},
             learn=held.learn,
         )
+        self.doctor = Doctor(self.settings)
         self.watch = TrainingWatch(self.metrics, self.queue, self.store, self.telemetry)
         self.on_settings.append(lambda new: self.queue.limit(new.max_queue, new.max_queue_tenant))
 

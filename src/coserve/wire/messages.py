@@ -548,6 +548,7 @@ class EngineStats(WireMessage, frozen=True):
     found_tokens: int = 0  # of these, how many were in the cache
     paging: Paging = Paging()
     holdings: Holdings = Holdings()
+    workers: tuple[str, ...] = ()  # what each worker of the cluster does that has the base's blocks
     swapped_out_pages: int = 0  # of preempted sequences and of prefixes, to the second tier
     swapped_in_pages: int = 0
     prefix_pages_swapped_out: int = 0  # of these, the prefixes'
