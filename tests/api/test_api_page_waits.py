@@ -76,12 +76,15 @@ def test_each_request_tells_its_tenant_alone_why_it_waits(play: Play) -> None:
 def test_an_answer_that_has_a_token_waits_no_longer(play: Play) -> None:
     async def story(world: World) -> None:
         body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "stream": True}
-        async with listening(world.app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
-            async with http.stream("POST", "/v1/completions", json=body) as answer:
-                async for line in answer.aiter_lines():
-                    if "text" in line:
-                        break
-                assert world.state.queue.inside == 1 and not world.state.waits._waiting
+        async with (
+            listening(world.app) as url,
+            httpx2.AsyncClient(base_url=url, timeout=60) as http,
+            http.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                if "text" in line:
+                    break
+            assert world.state.queue.inside == 1 and not world.state.waits._waiting
         await world.until(lambda: not world.state.queue.inside)
 
     play(story, engine={"step_seconds": 0.02})
