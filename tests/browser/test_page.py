@@ -132,21 +132,21 @@ def test_a_killed_engine_is_outlived(see: Any, server: Server) -> None:
 
 
 def test_a_request_that_waits_says_why_and_memory_has_owners(see: Any, server: Server) -> None:
+    """The texts are gone as soon as the answers end: what was there in one of many looks counts."""
     page = see(server.url).open("now")
     job = train(server.url, epochs=20, suffix="holder")
-    with ThreadPoolExecutor(80) as threads:
-        asked = [threads.submit(chat, server.url, 120) for _ in range(80)]
-        waits = page.locator("section", has_text="What waits, and why").locator("tbody tr", has_text="place ")
-        waits.first.wait_for()
-        assert "coserve-tiny" in waits.first.inner_text()
-        assert "places" in waits.first.inner_text()
-        owned = page.locator("[aria-label='Memory by owner'] tbody tr")
-        owned.filter(has_text="pages of your requests").wait_for()
-        owned.filter(has_text="holder").wait_for()
-        accessible(page)
-        httpx2.post(f"{server.url}/v1/fine_tuning/jobs/{job}/cancel", timeout=60)
-        for one in asked:
-            one.result()
+    missing = {"place 1 of your queue: all 64 places", "pages of your requests", "job holder"}
+    end = time.monotonic() + 240
+    with ThreadPoolExecutor(72) as threads:
+        while missing:
+            asked = [threads.submit(chat, server.url, 60) for _ in range(72)]
+            while not all(one.done() for one in asked):
+                text = page.evaluate("document.querySelector('main').innerText")
+                missing = {one for one in missing if one not in text}
+                page.wait_for_timeout(100)
+            assert time.monotonic() < end or not missing, missing
+    accessible(page)
+    httpx2.post(f"{server.url}/v1/fine_tuning/jobs/{job}/cancel", timeout=60)
     page.wait_for_selector("text=Nothing waits.")
 
 
@@ -156,7 +156,7 @@ def test_the_machine_is_checked_and_usage_is_drawn(see: Any, server: Server) -> 
     page = seen.open("health")
     page.get_by_role("button", name="Check this machine").click()
     row = page.locator(".doctor tr", has_text="state folder")
-    row.first.wait_for()
+    row.first.wait_for(timeout=240_000)  # it imports torch with the lowest priority
     assert str(server.state) not in page.content() and "the state folder" in row.first.inner_text()
     assert page.locator(".doctor tr", has_text="torch").first.inner_text().split()[1] == "good"
     accessible(page)
@@ -241,6 +241,9 @@ def test_hostile_texts_are_shown_as_text(see: Any, server: Server, text: str) ->
     seen = see(server.url, viewport=PHONE)
 
     def change(route: Any) -> None:
+        if "doctor" in route.request.url:
+            data = [{"what": text, "level": text, "found": text, "advice": text}]
+            return route.fulfill(json={"checked_at": 1, "data": data})
         found = route.fetch()
         told = found.json()
         path = route.request.url
@@ -249,8 +252,6 @@ def test_hostile_texts_are_shown_as_text(see: Any, server: Server, text: str) ->
             told["engine"]["bases"], told["version"], told["resident"] = [text, text], text, {text: 9}
             told["workers"], told["deaths"] = [text], {text: 3}
             told["replicas"] = [{"name": text, "is_this": True, "work": {text: 1}}]
-        elif "doctor" in path:
-            told["data"] = [{"what": text, "level": text, "found": text, "advice": text}]
         elif "usage" in path:
             key = {"id": text, "tenant": text, "prefix": text, "created": 1, "revoked": None}
             told |= {"tenant": text, "keys": [key], "kept": [{"kind": text, "rows": 1, "bytes": 1}]}
