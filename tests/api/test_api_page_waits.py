@@ -1,4 +1,4 @@
-"""What the page tells a tenant of its own: why its requests wait, and what it holds in the engine."""
+"""A tenant's own part of the page's samples: why its requests wait, and what it holds in the engine."""
 
 import asyncio
 import json

@@ -123,7 +123,7 @@ class ClusterFleet:
             }
 
     def told(self) -> list[str]:
-        """What each worker does, in words; where they are is not told."""
+        """The state of each worker, in words; where they are is not told."""
         there = self.status()
         with self._lock:
             refused = set(self._refused)

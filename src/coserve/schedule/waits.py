@@ -1,4 +1,4 @@
-"""Why requests wait in an engine, in words for who sent them."""
+"""Reasons of requests that wait in an engine, in words for who sent them."""
 
 from collections.abc import Iterator
 from itertools import islice

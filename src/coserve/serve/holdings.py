@@ -1,4 +1,4 @@
-"""What each tenant holds in the engine's memory: pages, adapters and jobs, by their names."""
+"""Holdings of each tenant in the engine's memory: pages, adapters and jobs, by their names."""
 
 from collections.abc import Awaitable, Callable
 from itertools import islice

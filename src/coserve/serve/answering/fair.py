@@ -153,7 +153,7 @@ class FairQueue:
         return [ticket for _, _, ticket in nsmallest(most, self._line(tenant).waiting)]
 
     def why(self) -> str:
-        """Why those wait that do."""
+        """The reason of those that wait."""
         if self._running + self._spare > self.inside:
             return "the free places are kept for tenants that have none"
         return f"all {self._running} places of the engine are taken"

@@ -66,7 +66,8 @@ class AnswerWaits:
         ]
 
     def _why(self, waiting: WaitingAnswer, place: int | None) -> str:
-        """Why an answer waits, whose `place` is that among the tenant's first ones before the engine."""
+        """The reason of an answer that waits, whose `place` is that among the tenant's first ones before the
+        engine."""
         if not self._link.ready:
             return why_absent(self._link.hello)
         if not waiting.ticket.is_in and not waiting.ticket.is_beside:

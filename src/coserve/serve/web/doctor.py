@@ -1,4 +1,4 @@
-"""What `coserve doctor` finds on the server's machine, for the page.
+"""The findings of `coserve doctor` on the server's machine, for the page.
 
 The command imports torch and reads from disks, so it runs in a process of its own, with the lowest priority
 and one at a time, and what it found is told for some minutes. Its paths are not for whoever has a key.

@@ -74,6 +74,6 @@ def page_files() -> PageFiles:
 
 
 def _sent(name: str, text: bytes) -> bytes:
-    """What is sent of a file."""
+    """The part of a file that is sent."""
     unused = None if name.startswith(_VENDOR) else _UNUSED.get(Path(name).suffix)
     return text if unused is None else unused.sub(b"", text)
