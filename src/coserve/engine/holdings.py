@@ -1,4 +1,4 @@
-"""Owners of an engine's pages, adapters and jobs, and reasons of requests that wait: for those who watch it."""
+"""Owners of an engine's pages, adapters and jobs, and reasons of requests that wait, for a page."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
