@@ -156,7 +156,7 @@ def test_the_machine_is_checked_and_usage_is_drawn(see: Any, server: Server) -> 
     page = seen.open("health")
     page.get_by_role("button", name="Check this machine").click()
     row = page.locator(".doctor tr", has_text="state folder")
-    row.first.wait_for(timeout=240_000)  # it imports torch with the lowest priority
+    row.first.wait_for(timeout=240_000)  # it imports torch, with a low priority
     assert str(server.state) not in page.content() and "the state folder" in row.first.inner_text()
     assert page.locator(".doctor tr", has_text="torch").first.inner_text().split()[1] == "good"
     accessible(page)

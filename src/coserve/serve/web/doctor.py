@@ -1,6 +1,6 @@
 """The findings of `coserve doctor` on the server's machine, for the page.
 
-The command imports torch and reads from disks, so it runs in a process of its own, with the lowest priority
+The command imports torch and reads from disks, so it runs in a process of its own, with a low priority
 and one at a time, and what it found is told for some minutes. Its paths are not for whoever has a key.
 """
 
@@ -19,7 +19,7 @@ from coserve.serve.errors import ApiError
 from coserve.serve.settings import ServerSettings
 
 COMMAND: Final = (
-    "-c", "import os; os.nice(19); from coserve.cli.app import main; main()", "doctor", "--json",
+    "-c", "import os; os.nice(10); from coserve.cli.app import main; main()", "doctor", "--json",
 )  # fmt: skip
 FRESH_SECONDS: Final = 600.0
 _SECONDS = 180.0  # after which the command is ended; on an idle machine it takes four
