@@ -53,7 +53,7 @@ def unpack(archive: IO[bytes], folder: Path, most: int) -> None:
     """
     reader = _BoundedReader(archive, _MOST_DIRECTORY)
     try:
-        with zipfile.ZipFile(reader) as opened:  # type: ignore[arg-type]
+        with zipfile.ZipFile(reader) as opened:
             config, weights = _parts(opened.infolist())
             reader.left = 2 * most + _MOST_DIRECTORY
             for member, name in ((config, CONFIG), (weights, WEIGHTS)):
@@ -133,7 +133,7 @@ def packed(folder: Path) -> Iterator[bytes]:
         files = {name: stack.enter_context((folder / name).open("rb")) for name in (CONFIG, WEIGHTS)}
         yield b""
         out = _Taken()
-        with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as made:  # type: ignore[arg-type]
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as made:  # type: ignore[call-overload]
             for name, read in files.items():
                 with made.open(zipfile.ZipInfo(name), "w", force_zip64=True) as write:
                     while piece := read.read(_PIECE):
