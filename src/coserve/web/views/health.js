@@ -56,7 +56,7 @@ const LEVELS = { good: ["good", "good"], note: ["", "note"], lacking: ["warn", "
 function Doctor() {
   const [found, setFound] = useState(null);
   const columns = [
-    { head: "What", cell: (row) => row.what }, { head: "", cell: (row) => html`<span class="badge ${LEVELS[row.level]?.[0]}">${LEVELS[row.level]?.[1] ?? row.level}</span>` },
+    { head: "What", cell: (row) => row.what }, { head: "Result", cell: (row) => html`<span class="badge ${LEVELS[row.level]?.[0]}">${LEVELS[row.level]?.[1] ?? row.level}</span>` },
     { head: "Here", wide: true, cell: (row) => html`${row.found}${row.advice && html`<br /><small>${row.advice}</small>`}` },
   ];
   return html`<${Panel} title="This machine" class="doctor" aside=${found && `checked ${when(found.checked_at)}`}><div class="stack">

@@ -18,7 +18,7 @@ export default function Keys() {
   const columns = [
     { head: "Key", cell: (key) => html`<code>${key.prefix}…</code>` }, { head: "Id", cell: (key) => html`<span class="mono">${key.id}</span>` },
     { head: "Created", cell: (key) => when(key.created) },
-    { head: "", cell: (key) => (key.revoked ? html`<span class="badge bad">revoked ${when(key.revoked)}</span>` : html`<span class="badge good">in force</span>`) },
+    { head: "State", cell: (key) => (key.revoked ? html`<span class="badge bad">revoked ${when(key.revoked)}</span>` : html`<span class="badge good">in force</span>`) },
   ];
   return html`<${Notice} error=${error} />
     <div class="split">

@@ -142,7 +142,7 @@ function Usage({ own, names, answered }) {
   }, [own, names, answered]);
   const seconds = Math.min(own.length, 60) || 1;
   return html`<${Panel} title="By adapter and job" aside="the last minute"><${Table} label="Use by adapter and job" rows=${rows} empty="Nothing has answered or trained in the last minute." columns=${[
-    { head: "", cell: (row) => html`<span class="badge">${row.kind}</span>` }, { head: "Adapter or job", wide: true, cell: (row) => html`<${Name} text=${row.name} />` },
+    { head: "Work", cell: (row) => html`<span class="badge">${row.kind}</span>` }, { head: "Adapter or job", wide: true, cell: (row) => html`<${Name} text=${row.name} />` },
     { head: "Tokens/s", number: true, cell: (row) => digits(row.tokens / seconds) },
     { head: "Latency or loss", number: true, cell: (row) => (row.loss !== undefined ? `loss ${digits(row.loss)}` : row.gap ? `${duration(row.gap)} (slowest ${duration(row.slowest)})` : "–") },
     { head: "Step", number: true, cell: (row) => row.step ?? "" }]} /><//>`;
