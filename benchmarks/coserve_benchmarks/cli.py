@@ -92,7 +92,8 @@ def cluster(
 
 @app.command()
 def server(json_file: Figures = None, quick: Quick = False, only: Only = None, shape: Shape = "255m") -> None:
-    """Measures the cost of HTTP beside the engine alone, and the time to recover from a killed engine."""
+    """Measures the cost of HTTP beside the engine alone, of pages that watch, and the time to recover from a
+    killed engine."""
     check_writable("--json", json_file)
     from coserve_benchmarks.report import print_report
     from coserve_benchmarks.server import run_server

@@ -71,6 +71,7 @@ SERVER_BARS: Mapping[str, Bar | None] = {
     "overhead.ratio": Bar(0.9),
     "first_byte_p99_ms": None,
     "batch.live_p99": Bar(1.1, at_most=True),
+    "viewers.ratio": Bar(0.99),
     "restart.ready_s": Bar(5.0, at_most=True),
 }
 

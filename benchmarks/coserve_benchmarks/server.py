@@ -1,5 +1,5 @@
-"""`coserve bench server`: the cost of serving over HTTP, live answers beside a batch, and recovery
-from a killed engine."""
+"""`coserve bench server`: the cost of serving over HTTP, live answers beside a batch, pages
+that watch, and recovery from a killed engine."""
 
 import tempfile
 from collections.abc import Callable, Collection, Mapping
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coserve_benchmarks import batches, firstbyte, overhead, restart
+from coserve_benchmarks import batches, firstbyte, overhead, restart, viewers
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import CACHE_TOKENS, Bench
@@ -18,6 +18,7 @@ _RUNS: Mapping[str, Callable[[Bench, Served], None]] = {
     "overhead": overhead.run,
     "latency": firstbyte.run,
     "batches": batches.run,
+    "viewers": viewers.run,
     "restart": restart.run,
 }
 GROUPS = tuple(_RUNS)

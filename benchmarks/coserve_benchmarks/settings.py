@@ -30,6 +30,9 @@ class Settings:
     streams_answer: int = 64
     streams_rounds: int = 5
 
+    viewers_rounds: int = 9  # with three viewers, and as many without
+    viewers_answer: int = 64
+
     arrivals: float = 2.0  # requests a second whose first byte is waited for, beside two jobs
     arrivals_seconds: float = 60.0
     arrivals_prompt: int = 64
@@ -63,6 +66,7 @@ QUICK = Settings(
     train_rounds=1,
     blocking_requests=10,
     streams_rounds=2,
+    viewers_rounds=2,
     arrivals_seconds=15.0,
     restarts=1,
     curve_steps=40,
@@ -89,6 +93,8 @@ TINY = Settings(
     streams_prompt=16,
     streams_answer=32,
     streams_rounds=1,
+    viewers_rounds=1,
+    viewers_answer=400,
     arrivals=20.0,
     arrivals_seconds=2.0,
     arrivals_prompt=16,

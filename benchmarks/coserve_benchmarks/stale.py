@@ -105,7 +105,15 @@ RESULTS: Final[Mapping[str, Presented]] = {
         (
             *_SERVER,
             *_MEASURING,
-            *_bench("client.py", "firstbyte.py", "overhead.py", "restart.py", "served.py", "streams.py"),
+            *_bench(
+                "client.py",
+                "firstbyte.py",
+                "overhead.py",
+                "restart.py",
+                "served.py",
+                "streams.py",
+                "viewers.py",
+            ),
         ),
     ),
     "simulate.json": Presented(

@@ -3,6 +3,7 @@
 import gzip
 import re
 
+import brotli
 import pytest
 
 from coserve.serve import telemetry
@@ -21,7 +22,7 @@ STRICT = (
 def test_the_page_names_what_there_is() -> None:
     files = page_files().files
     for name, file in files.items():
-        assert gzip.decompress(file.compressed) == file.plain
+        assert gzip.decompress(file.encoded["gzip"]) == brotli.decompress(file.encoded["br"]) == file.plain
         text = file.plain.decode()
         if name.endswith(".js") and not name.startswith("vendor/"):
             here = FOLDER / name
@@ -47,11 +48,19 @@ def test_files_are_cached_and_refuse_to_be_framed(play: Play, monkeypatch: pytes
         assert answer.status_code == 200 and answer.headers["cache-control"] == "no-cache"
         version = page_files().version
         script = await world.http.get(f"/web/{version}/app.js")
-        assert "immutable" in script.headers["cache-control"] and script.headers["content-encoding"] == "gzip"
+        assert "immutable" in script.headers["cache-control"]
         assert script.headers["content-type"].startswith("text/javascript")
-        assert script.text == (FOLDER / "app.js").read_text()
-        plain = await world.http.get(f"/web/{version}/app.js", headers={"accept-encoding": "identity"})
-        assert "content-encoding" not in plain.headers and plain.text == script.text
+        encodings = {
+            "gzip, deflate, br, zstd": "br",
+            "gzip": "gzip",
+            "gzip;q=0.5,br;q=0": "gzip",
+            "identity": None,
+        }
+        for accepted, encoding in encodings.items():
+            given = {"accept-encoding": accepted}
+            other = await world.http.get(f"/web/{version}/app.js", headers=given)
+            assert other.headers.get("content-encoding") == encoding and other.text == script.text
+        assert script.content == page_files().files["app.js"].plain
         for path, first in (("/", answer), (f"/web/{version}/app.js", script)):
             again = await world.http.get(path, headers={"if-none-match": first.headers["etag"]})
             assert again.status_code == 304 and not again.content
@@ -95,6 +104,7 @@ def test_health_and_usage_tell_of_the_caller(play: Play) -> None:
         assert used["kept"][0]["bytes"] > 9 and used["limits"]["files"] == 1000
         health = (await world.http.get("/web/api/health", headers=given)).json()
         assert health["engine"]["deaths"] == 0 and health["health"]["engine"] == "ready"
+        assert health["replicas"] == health["workers"] == [] and health["deaths"] == {}
         assert health["keys_required"] and health["disk_free"] <= health["disk_total"]
         await world.engine.die()
         await world.engine.start()

@@ -37,9 +37,11 @@ async def logged_in(world: World, name: str) -> tuple[str, str, str]:
     return secret, key.id, cookie
 
 
-def with_cookie(cookie: str, **headers: str) -> dict[str, str]:
+def with_cookie(cookie: str, at: str = "", **headers: str) -> dict[str, str]:
+    """Headers with a login's cookie, for a server at this address."""
+    port = httpx2.URL(at).port if at else None
     return {
-        "cookie": f"{COOKIE}={cookie}",
+        "cookie": f"{COOKIE}{'' if port is None else f'_{port}'}={cookie}",
         **{name.replace("_", "-"): value for name, value in headers.items()},
     }
 
@@ -118,7 +120,7 @@ def test_a_login_is_its_tenants_and_ends_with_its_key_its_time_or_by_hand(
         async with (
             listening(world.app) as url,
             httpx2.AsyncClient(base_url=url, timeout=60) as http,
-            http.stream("GET", LIVE, headers=with_cookie(ann)) as watched,
+            http.stream("GET", LIVE, headers=with_cookie(ann, url)) as watched,
         ):
             events = watched.aiter_lines()
             assert "rows" in await anext(events)
@@ -140,6 +142,34 @@ def test_a_login_is_its_tenants_and_ends_with_its_key_its_time_or_by_hand(
         store.logins._clock = lambda: now + LOGIN_SECONDS + 1
         assert not any([await store.logins.owner(one or "") for one in cookies])
         assert await store.logins.begin(bob_secret)
+
+    play(story)
+
+
+def test_servers_on_two_ports_of_a_host_keep_their_logins_apart(play: Play) -> None:
+    """A browser sends a host's cookies to all its ports."""
+
+    async def story(world: World) -> None:
+        hosts = {f"localhost{port}": name for port, name in ((":8000", "ann"), (":8001", "bob"), ("", "eve"))}
+        kept = []
+        for host, name in hosts.items():
+            _, secret = await world.state.store.tenants.create_key(name)
+            given = {"authorization": f"Bearer {secret}", "host": host}
+            answer = await world.http.post(LOGIN, headers=given)
+            kept.append(answer.headers["set-cookie"].partition(";")[0])
+        assert len({one.partition("=")[0] for one in kept}) == 3
+        jar = {"cookie": "; ".join(kept)}
+        for host, name in hosts.items():
+            answer = await world.http.get(LOGIN, headers={**jar, "host": host})
+            assert answer.json()["tenant"] == name
+        token = {**jar, "host": "localhost:8001", "x-coserve-token": token_of(kept[1].partition("=")[2])}
+        ended = await world.http.delete(LOGIN, headers=token)
+        assert ended.status_code == 204 and "coserve_login_8001=" in ended.headers["set-cookie"]
+        assert [
+            (await world.http.get(LOGIN, headers={**jar, "host": host})).status_code for host in hosts
+        ] == [200, 401, 200]
+        odd = await world.http.get(LOGIN, headers={**jar, "host": "localhost:port"})
+        assert odd.json()["tenant"] == "eve"
 
     play(story)
 
@@ -186,19 +216,19 @@ def test_viewers_are_bounded_and_see_their_own_names_alone(play: Play) -> None:
         _, _, bob = await logged_in(world, "bob")
         async with listening(world.app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
             opened = [
-                await http.send(http.build_request("GET", LIVE, headers=with_cookie(ann)), stream=True)
+                await http.send(http.build_request("GET", LIVE, headers=with_cookie(ann, url)), stream=True)
                 for _ in range(9)
             ]
             first = [asyncio.ensure_future(anext(one.aiter_lines())) for one in opened[:8]]
             await asyncio.gather(*first)
             assert [one.status_code for one in opened].count(200) >= 8
-            late = await http.get(LIVE, headers=with_cookie(ann))
+            late = await http.get(LIVE, headers=with_cookie(ann, url))
             assert late.status_code == 429 and late.json()["error"]["code"] == "too_many_viewers"
-            async with http.stream("GET", LIVE, headers=with_cookie(bob)) as watched:
+            async with http.stream("GET", LIVE, headers=with_cookie(bob, url)) as watched:
                 events = watched.aiter_lines()
                 await anext(events)
                 chat = {"model": "tiny", "prompt": "x", "max_tokens": 30}
-                given = with_cookie(ann, x_coserve_token=token_of(ann))
+                given = with_cookie(ann, url, x_coserve_token=token_of(ann))
                 assert (await http.post("/v1/completions", json=chat, headers=given)).status_code == 200
                 seen = []
                 async for line in events:

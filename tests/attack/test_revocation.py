@@ -93,8 +93,6 @@ def test_what_is_watched_ends_with_what_let_it_in(play: Play, monkeypatch: pytes
         key, secret = await store.tenants.create_key("ann")
         cookies = [await store.logins.begin(secret) or "" for _ in range(2)]
         job = await create(world, key=secret)
-        given = [{"cookie": f"{COOKIE}={cookie}"} for cookie in cookies]
-        given.append({"authorization": f"Bearer {secret}"})
         begun = asyncio.Semaphore(0)
 
         async def watch(path: str, headers: dict[str, str]) -> str:
@@ -105,6 +103,9 @@ def test_what_is_watched_ends_with_what_let_it_in(play: Play, monkeypatch: pytes
                 return "".join([line async for line in lines])
 
         async with listening(world.app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
+            name = f"{COOKIE}_{httpx2.URL(url).port}"
+            given = [{"cookie": f"{name}={cookie}"} for cookie in cookies]
+            given.append({"authorization": f"Bearer {secret}"})
             paths = ("/web/api/live", f"/v1/fine_tuning/jobs/{job.id}/live")
             tasks = [[asyncio.create_task(watch(path, one)) for path in paths] for one in given]
             for _ in range(6):

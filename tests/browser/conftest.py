@@ -81,8 +81,8 @@ def see(chromium: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[Server]:
-    """A server without keys, one for all tests."""
-    made = Server(tmp_path_factory.mktemp("page"))
+    """A server without keys, one for all tests; few answers run at once, so that others wait."""
+    made = Server(tmp_path_factory.mktemp("page"), COSERVE_ENGINE_MAX_RUNNING="4")
     yield made
     made.end()
 

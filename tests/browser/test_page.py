@@ -15,6 +15,7 @@ import pytest
 import coserve
 from conftest import PHONE, chat, picture_of, train
 from coserve.serve.store.store import Store
+from coserve.serve.web.files import page_files
 from whole_server import Server
 
 pytestmark = pytest.mark.browser
@@ -22,6 +23,7 @@ VIEWS = ("now", "keys", "health")
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>\u202egnp.exe"
 LONG = HOSTILE + "x" * 10_000
 FIRST_PAINT = 300.0  # milliseconds
+MOST_WEIGHT = 60_000  # bytes, compressed
 
 
 def accessible(page: Any) -> None:
@@ -116,9 +118,9 @@ def test_a_killed_engine_is_outlived(see: Any, server: Server) -> None:
     watched, page = now.open("now"), health.open("health")
     watched.wait_for_selector("canvas")
     page.wait_for_selector(".badge.good")
-    before = httpx2.get(f"{server.url}/web/api/health").json()["engine"]["deaths"]
+    before = sum(httpx2.get(f"{server.url}/web/api/health").json()["deaths"].values())
     os.kill(server.pid_of("coserve.engine.process"), signal.SIGKILL)
-    figure = page.locator(".figure", has_text="Deaths outlived").locator("strong")
+    figure = page.locator(".figure", has_text="Kills survived").locator("strong")
     end = time.monotonic() + 60
     while figure.inner_text() != str(before + 1):
         assert time.monotonic() < end
@@ -127,6 +129,47 @@ def test_a_killed_engine_is_outlived(see: Any, server: Server) -> None:
     chat(server.url)
     watched.wait_for_function("!document.querySelector('.notice.error')")
     watched.wait_for_selector("tr:has-text('answers')")
+
+
+def test_a_request_that_waits_says_why_and_memory_has_owners(see: Any, server: Server) -> None:
+    """The texts are gone as soon as the answers end: what was there in one of many looks counts."""
+    page = see(server.url).open("now")
+    job = train(server.url, epochs=20, suffix="holder")
+    missing = {"place 1 of your queue: all 4 places", "pages of your requests", "job holder"}
+    end = time.monotonic() + 240
+    with ThreadPoolExecutor(24) as threads:
+        while missing:
+            asked = [threads.submit(chat, server.url, 60) for _ in range(24)]
+            while not all(one.done() for one in asked):
+                text = page.evaluate("document.querySelector('main').innerText")
+                missing = {one for one in missing if one not in text}
+                page.wait_for_timeout(100)
+            assert time.monotonic() < end or not missing, missing
+    accessible(page)
+    httpx2.post(f"{server.url}/v1/fine_tuning/jobs/{job}/cancel", timeout=60)
+    page.wait_for_selector("text=Nothing waits.")
+
+
+def test_the_machine_is_checked_and_usage_is_drawn(see: Any, server: Server) -> None:
+    chat(server.url)
+    seen = see(server.url)
+    page = seen.open("health")
+    page.get_by_role("button", name="Check this machine").click()
+    row = page.locator(".doctor tr", has_text="state folder")
+    row.first.wait_for(timeout=240_000)  # it imports torch, with a low priority
+    assert str(server.state) not in page.content() and "the state folder" in row.first.inner_text()
+    assert page.locator(".doctor tr", has_text="torch").first.inner_text().split()[1] == "good"
+    accessible(page)
+    assert not seen.overflows()
+    page = seen.open("keys")
+    used = page.locator("section", has_text="Used by each key")
+    used.locator("canvas").wait_for()
+    assert "without a key" in used.locator("figcaption").inner_text()
+    used.get_by_label("Span").select_option("31 days")
+    used.get_by_label("Count").select_option("requests")
+    page.wait_for_selector("text=requests in 31 days")
+    accessible(page)
+    assert not seen.overflows()
 
 
 def test_login_by_key_and_two_tenants(see: Any, locked: Server) -> None:
@@ -198,12 +241,17 @@ def test_hostile_texts_are_shown_as_text(see: Any, server: Server, text: str) ->
     seen = see(server.url, viewport=PHONE)
 
     def change(route: Any) -> None:
+        if "doctor" in route.request.url:
+            data = [{"what": text, "level": text, "found": text, "advice": text}]
+            return route.fulfill(json={"checked_at": 1, "data": data})
         found = route.fetch()
         told = found.json()
         path = route.request.url
         if "health" in path:
             told["health"]["model"] = told["engine"]["device"] = told["engine"]["crash"] = text
             told["engine"]["bases"], told["version"], told["resident"] = [text, text], text, {text: 9}
+            told["workers"], told["deaths"] = [text], {text: 3}
+            told["replicas"] = [{"name": text, "is_this": True, "work": {text: 1}}]
         elif "usage" in path:
             key = {"id": text, "tenant": text, "prefix": text, "created": 1, "revoked": None}
             told |= {"tenant": text, "keys": [key], "kept": [{"kind": text, "rows": 1, "bytes": 1}]}
@@ -220,15 +268,30 @@ def test_hostile_texts_are_shown_as_text(see: Any, server: Server, text: str) ->
         own = {"models": {text: [5, 0.1, 0.2, 0.1]}, "jobs": {text: [1.5, 9, 3]}}
         told["own"][-1] = own
         told["now"] |= {"waits": text, "unreadable": text, "memory": {text: 5}}
-        told["mine"] = {"running": 0, "waiting": 2}
+        waits = [{"id": text, "model": text, "prompt": 3, "seconds": 1.5, "why": text}]
+        held = {"own": [[text, text, 5]], "more": 0, "others": 1}
+        holds = {"pages": 1, "adapters": held, "jobs": held}
+        told["mine"] = {"running": 0, "waiting": 2, "waits": waits, "holds": holds}
         route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(told)}\n\n")
 
+    def usage(route: Any) -> None:
+        found = route.fetch()
+        told = found.json()
+        width = 3600
+        result = {"api_key_id": text, "output_tokens": 5, "input_tokens": 1, "trained_tokens": 0}
+        bucket = {"start_time": int(time.time()) // width * width, "results": [result]}
+        route.fulfill(response=found, json={**told, "data": [bucket]})
+
     seen.page.route("**/web/api/*", change)
+    seen.page.route("**/v1/usage*", usage)
     seen.page.route("**/v1/fine_tuning/jobs*", change)
     seen.page.route("**/web/api/live", live)
     for view in VIEWS:
         page = seen.open(view)
         page.wait_for_selector("main :text('onerror')")
+        if view == "health":
+            page.get_by_role("button", name="Check this machine").click()
+            page.wait_for_selector(".doctor td :text('onerror'), .doctor td:text('onerror')")
         page.wait_for_timeout(300)
         assert page.title() != "taken"
         assert page.locator("main img, main script, .rail img").count() == 0
@@ -247,3 +310,19 @@ def test_the_page_asks_nobody_else(see: Any, server: Server) -> None:
     for file in folder.rglob("*.js"):
         assert "http://" not in (text := file.read_text()).replace("http://www.w3.org/", ""), file
         assert not (file.parent.name != "vendor" and ("innerHTML" in text or "eval(" in text)), file
+
+
+def test_all_views_together_are_light(see: Any, server: Server) -> None:
+    """Chromium counts the bytes that it receives of the page's files."""
+    page = see(server.url).open()
+    for view in ("Now", "Playground", "Jobs", "Adapters", "Keys", "Health"):
+        page.get_by_role("link", name=view, exact=True).click()
+        page.wait_for_selector(".panel")
+    page.wait_for_timeout(500)
+    found = page.evaluate(
+        """[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
+        .filter((one) => !/[/](api|v1)[/]/.test(one.name)).map((one) => [one.name, one.encodedBodySize])"""
+    )
+    weights = dict(found)
+    assert len(weights) == len(page_files().files) - ("icon.svg" not in str(found))
+    assert 30_000 < sum(weights.values()) <= MOST_WEIGHT, weights

@@ -344,9 +344,17 @@ def test_adapters_come_in_and_go_out(see: Any, busy: Server, tmp_path: Path) -> 
             page.locator("dialog").get_by_role("link", name=file).click()
         download.value.save_as(tmp_path / file)
         files.append(tmp_path / file)
+    with page.expect_download() as download:
+        page.locator("dialog").get_by_role("link", name="Zip file").click()
+    download.value.save_as(tmp_path / "parent.zip")
     page.keyboard.press("Escape")
     page.locator(".drop input").set_input_files(files)
     page.wait_for_selector("text=Give the adapter a name first.")
+    page.get_by_label("Name").fill("from a zip")
+    page.locator(".drop input").set_input_files([tmp_path / "parent.zip"])
+    page.locator("tr", has_text="from a zip").wait_for()
+    weights = httpx2.get(f"{busy.url}/v1/adapters/from%20a%20zip/weights", timeout=60).content
+    assert weights == files[1].read_bytes()
     page.get_by_label("Name").fill(HOSTILE)
     page.locator(".drop input").set_input_files(files[:1])
     page.wait_for_selector("text=Choose both files")

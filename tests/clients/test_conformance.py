@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from conformance.table import (
-    FLOORS,
     ENVIRONMENT,
+    FLOORS,
     SUITES,
     TABLE,
     as_json,

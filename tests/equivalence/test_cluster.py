@@ -97,6 +97,7 @@ def test_three_workers_answer_as_one_process(
             check_equal(ask(engine, folders), wanted)
             assert engine.scheduler.stats.preemptions, "pages run out"
             assert front_of(engine).fleet.status() == {address: [n] for n, address in enumerate(addresses)}
+            assert engine.stats().workers == ("blocks 0", "blocks 1", "blocks 2")
             engine.adapters.unload("one")
             engine.run()
             blocks = [one.block for host in workers for one in host._instances.values()]

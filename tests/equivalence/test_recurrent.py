@@ -96,6 +96,11 @@ def expect_own_answers(name: str, dtype: torch.dtype, near: float, tmp_path: Pat
         kind = number % 3
         given.append(served.generate(prompt, adapter=str(kind) if kind else None, sampling=sampling))
         served.step()
+    held = served.stats().holdings
+    assert (
+        held.states == served.config.max_running > held.states_used == len(served.scheduler.requests.running)
+    )
+    assert held.kept_states >= held.kept_states_used
     served.run()
     for number, (prompt, answer) in enumerate(zip(asked, given, strict=True)):
         expect_own(answer.result(), prompt, oracles[number % 3], near)

@@ -46,6 +46,7 @@ from coserve.split.address import Address
 
 _log = logging.getLogger(__name__)
 _BEAT: Final = 1.0  # seconds between signs of life, and between attempts to reach a worker
+_MOST_TOLD: Final = 64  # workers
 _AVOIDED: Final = 30.0  # seconds in which rows do not use a link that has failed
 
 
@@ -125,6 +126,17 @@ class ClusterFleet:
                 address: sorted(one.block for one in self._instances.values() if one.worker is worker)
                 for address, worker in self._workers.items()
             }
+
+    def told(self) -> list[str]:
+        """The state of each worker, in words; where they are is not told."""
+        there = self.status()
+        with self._lock:
+            refused = set(self._refused)
+        told = []
+        for address, blocks in there.items():
+            without = "refused to load blocks" if address in refused else "no blocks"
+            told.append(f"blocks {', '.join(map(str, blocks))}" if blocks else without)
+        return [*told, *("cannot be reached" for _ in refused - set(there))][:_MOST_TOLD]
 
     def _connect(self) -> None:
         """Connects the workers that are not connected."""

@@ -3,6 +3,7 @@
 import hashlib
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Final
 
 from transformers import PreTrainedModel
@@ -65,7 +66,7 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
         fleet.close()
         raise
     weakref.finalize(base, fleet.close)
-    return opened
+    return replace(opened, workers=fleet.told)
 
 
 def addresses_of(setting: str) -> Callable[[], Collection[str]]:

@@ -1,7 +1,7 @@
 """Compiles grammars on threads while their requests wait outside the scheduler; steps go on."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -53,6 +53,11 @@ class Compiling:
     def __bool__(self) -> bool:
         """Tells whether any request waits."""
         return any(compiling.waiting for compiling in self._under_way.values())
+
+    def __iter__(self) -> Iterator[str]:
+        """Ids of the requests that wait."""
+        for compiling in self._under_way.values():
+            yield from compiling.waiting
 
     def keep(self, request: Request) -> bool:
         """Holds a request if its grammar is not compiled; True if so."""

@@ -111,6 +111,7 @@ class Engine:
             opening = open_cluster if config.cluster else open_executor
             opened = opening(model, placed, lambda: getattr(texts(), "tokenizer", None))
         self.executor, self.base, self.grammars = opened.executor, opened.base, opened.grammars
+        self._workers = opened.workers
         self.streaming = self.executor.spec.streaming
         reads = 0 if self.streaming is None else self.streaming.plan.read_nbytes
         self.text = texts()
@@ -478,7 +479,7 @@ class Engine:
         """Counters since the start, and the current state."""
         with self.loop.lock:
             pages = [one.pages for one in self.bases]
-            return count(self.scheduler, self.memory, pages, self.adapters.cache)
+            return count(self.scheduler, self.memory, pages, self.adapters.cache, self._workers())
 
     # Inside
 

@@ -24,6 +24,7 @@ from coserve.model.base import Base
 from coserve.model.load import usable_device
 from coserve.schedule.config import SchedulerConfig
 
+JOB_OWNER: Final = "job "  # before a job's id, in the ledger's names of owners
 _FIXED: Final = ("base", "pages", "steps")
 _ADAPTERS: Final = "adapters"
 _STORED: Final = "stored adapters"  # including those on disk
@@ -142,6 +143,11 @@ class EngineMemory:
 
     # State
 
+    @property
+    def recurrent_bases(self) -> frozenset[str]:
+        """Ids of the bases with recurrent layers, which have a state for each sequence."""
+        return frozenset(one.base_id for one in self.budget.bases if one._base.mixers)
+
     def audit(self) -> dict[Account, int]:
         """Charges the bytes that the device holds, of all bases; returns bytes by account."""
         self.count_adapters()
@@ -226,4 +232,4 @@ def base_owner(name: str, base_id: str) -> str:
 
 def job_owner(job: str) -> str:
     """A job's owner name in the ledger."""
-    return f"job {job}"
+    return f"{JOB_OWNER}{job}"

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from types import MappingProxyType
 
 from msgspec import structs
@@ -35,6 +36,7 @@ from coserve.errors import (
     JobError,
     OutOfMemory,
 )
+from coserve.schedule.waits import MOST_WAITS
 from coserve.train.job import PreparedJob
 from coserve.wire.messages import (
     Acknowledge,
@@ -243,7 +245,12 @@ class ServedEngine:
         stats = None
         if self._stale and now >= self._told + _STATS_EVERY:
             self._stale, self._told = bool(self.unreadable), now
-            stats = structs.replace(self._engine.stats(), unreadable=self.unreadable)
+            stats = self._engine.stats()
+            compiled = dict.fromkeys(
+                islice(chain(*self._compiling.values()), MOST_WAITS), "its grammar is compiled"
+            )
+            holdings = structs.replace(stats.holdings, waits={**stats.holdings.waits, **compiled})
+            stats = structs.replace(stats, unreadable=self.unreadable, holdings=holdings)
         return Report(tokens, replies, news, stats, self.is_drained)
 
     # Inside

@@ -1,8 +1,9 @@
 """Statistics of an engine."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from coserve.adapters.paging.cache import AdapterCache
+from coserve.engine.holdings import holdings_of
 from coserve.engine.memory import EngineMemory
 from coserve.memory.malloc import resident_bytes
 from coserve.memory.pages import PagePool
@@ -11,9 +12,14 @@ from coserve.wire.messages import EngineStats
 
 
 def count(
-    scheduler: Scheduler, memory: EngineMemory, pages: Collection[PagePool], cache: AdapterCache
+    scheduler: Scheduler,
+    memory: EngineMemory,
+    pages: Collection[PagePool],
+    cache: AdapterCache,
+    workers: Sequence[str] = (),
 ) -> EngineStats:
-    """Counters since the engine's start, and its current state, over all its bases, whose `pages` are given.
+    """Counters since the engine's start, and its current state, over all its bases, whose `pages` are given,
+    and what the `workers` of a cluster do.
     The caller holds the engine's lock. Pages of the second tier are counted in those of the first base."""
     stats, requests = scheduler.stats, scheduler.requests
     first, caches = scheduler.caches.first, [scheduler.caches[base] for base in scheduler.caches]
@@ -57,4 +63,6 @@ def count(
         memory_peak=memory.meter.peak(),
         memory_imports=memory.imports,
         paging=cache.stats(),
+        holdings=holdings_of(scheduler, memory, pages, cache),
+        workers=tuple(workers),
     )

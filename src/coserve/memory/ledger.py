@@ -63,6 +63,10 @@ class Ledger:
         """Bytes by account over all owners."""
         return {account: sum(self.of(owner, account) for owner in self._entries) for account in Account}
 
+    def owners(self, prefix: str = "") -> list[str]:
+        """Owners whose names begin with `prefix`."""
+        return [owner for owner in self._entries if owner.startswith(prefix)]
+
     def of(self, owner: str, account: Account | None = None) -> int:
         """Bytes that an owner has in one account, or in all."""
         entries = self._entries.get(owner, {})

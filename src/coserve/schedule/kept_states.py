@@ -42,10 +42,15 @@ class KeptStates:
     one is under way until `written`; one that a sequence is to begin with is not written before `begin`."""
 
     def __init__(self, slots: int) -> None:
+        self.slots = slots
         self._free = [*range(slots)]
         self._found: OrderedDict[bytes, int] = OrderedDict()
         self._coming: dict[int, bytes] = {}  # names by slots that plans under way write
         self._held: dict[int, int] = {}  # slots by sequences that will begin with them
+
+    def __len__(self) -> int:
+        """Slots with a state, or for one that a plan under way writes."""
+        return self.slots - len(self._free)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._found

@@ -70,6 +70,7 @@ class Scheduler:
         self.policy = policy
         self.stats = Stats()
         self.interruptible = config.interruptible  # whether arrivals stop the training of the next step
+        self.held = False  # whether the policy let no answers run in the newest step
         self.window_rows = config.reserved_rows  # most rows of a window alone in the next step
         self.tier = first.swapping.tier
         self._queues = RequestQueues(first, self.stats)
@@ -147,7 +148,7 @@ class Scheduler:
         self._queues.look_up()
         jobs, starving = self.training.turns(now, self.config.starvation)
         view = self._view(now, jobs, starving)
-        held = self.policy.holds(view)
+        self.held = held = self.policy.holds(view)
         if not held:
             self._queues.make_way(now)
             background.make_way(self._queues, now)

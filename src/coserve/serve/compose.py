@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from coserve.core.request import SamplingParams
-from coserve.errors import ConfigError, CoserveError
+from coserve.errors import ConfigError, CoserveError, StateError
 from coserve.serve.adapter_registry.catalog import ApproximateModel
 from coserve.serve.adapter_registry.following import following
 from coserve.serve.adapter_registry.imports import digest
@@ -27,6 +27,7 @@ from coserve.serve.state import State
 from coserve.serve.store.backup import sweep_stage
 from coserve.serve.store.durable import write_whole
 from coserve.serve.store.ids import new_id
+from coserve.serve.store.leases import SERVER
 from coserve.serve.store.quarantine import Suspects
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Adapter
@@ -83,7 +84,12 @@ async def build_state(settings: ServerSettings, socket: Path) -> AsyncIterator[S
         link.bring, link.on_load = store.artifacts.get, state.routers.lora_adapter_load_seconds.observe
         watching = asyncio.create_task(alerts.watch(state), name="alerts")
         try:
-            beside = _running(link), _leasing(store), _sweeping(state), _adding_up(store)
+            beside = (
+                _running(link),
+                _leasing(store, bool(settings.database)),
+                _sweeping(state),
+                _adding_up(store),
+            )
             async with AsyncExitStack() as stack:
                 for one in (*beside, running_evals(state), state.telemetry.running()):
                     await stack.enter_async_context(one)
@@ -219,10 +225,19 @@ def _owner(state: Path) -> str:
 
 
 @asynccontextmanager
-async def _leasing(store: Store) -> AsyncIterator[None]:
-    """Context in which this server's leases are renewed, and what others change is followed."""
-    async with beside(store.leases.keep(), "leases"):
-        yield
+async def _leasing(store: Store, shared: bool) -> AsyncIterator[None]:
+    """Context in which this server's leases are renewed, and what others change is followed. Where the
+    database is `shared`, one of them tells the others that this server is there."""
+    leases = store.leases
+    if shared:
+        await leases.claim(SERVER, leases.owner)
+    try:
+        async with beside(leases.keep(), "leases"):
+            yield
+    finally:
+        if shared:
+            with contextlib.suppress(StateError):  # the database is away: the lease ends by itself
+                await leases.release(SERVER, leases.owner)
 
 
 @asynccontextmanager

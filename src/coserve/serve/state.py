@@ -13,10 +13,13 @@ from coserve.metrics import Metrics
 from coserve.serve.adapter_registry.catalog import Catalog
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.answering.logprobs import LogprobWriter
+from coserve.serve.answering.waits import AnswerWaits
+from coserve.serve.holdings import TenantHoldings
 from coserve.serve.offload import Offload, TenantTurns
 from coserve.serve.router_metrics import RouterMetrics
 from coserve.serve.telemetry import Telemetry
 from coserve.serve.training.watch import TrainingWatch
+from coserve.serve.web.doctor import Doctor
 
 if TYPE_CHECKING:
     from coserve.serve.engine.link import EngineLink
@@ -53,8 +56,10 @@ class State:
     logprobs: LogprobWriter = field(init=False)
     queue: FairQueue = field(init=False)
     catalog: Catalog = field(init=False)
+    waits: AnswerWaits = field(init=False)
     telemetry: Telemetry = field(init=False)
     watch: TrainingWatch = field(init=False)
+    doctor: Doctor = field(init=False)
     otel: "OtelSpans | None" = None  # where traces are asked for
     alert: Callable[..., None] = lambda type, **data: None  # tells the operator's webhooks of an event
     draining: bool = field(default=False, init=False)  # new work is refused
@@ -66,7 +71,16 @@ class State:
         self.queue = FairQueue(self.settings.max_queue, self.settings.max_queue_tenant)
         self.catalog = Catalog(self.settings.base_name, int(time()), self.store, self.settings.bases)
         self.catalog.aliases = self.settings.model_aliases
-        self.telemetry = Telemetry(self.queue, self.link, lambda: self.draining)
+        self.waits = AnswerWaits(self.queue, self.link)
+        held = TenantHoldings(self.store, self.link)
+        self.telemetry = Telemetry(
+            self.queue,
+            self.link,
+            lambda: self.draining,
+            own=lambda tenant: {"waits": self.waits.rows(tenant), "holds": held.of(tenant)},
+            learn=held.learn,
+        )
+        self.doctor = Doctor(self.settings)
         self.watch = TrainingWatch(self.metrics, self.queue, self.store, self.telemetry)
         self.on_settings.append(lambda new: self.queue.limit(new.max_queue, new.max_queue_tenant))
 

@@ -9,13 +9,14 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 
+from coserve.errors import StateError
 from coserve.serve.answering.fair import FairQueue
 from coserve.serve.answering.meter import AnswerMeter, short
 from coserve.serve.engine.link import SILENT_SECONDS, EngineLink, why_absent
@@ -87,7 +88,12 @@ class Telemetry:
         link: EngineLink,
         is_draining: Callable[[], bool],
         clock: Callable[[], float] = time.time,
+        own: Callable[[Tenant], Mapping[str, Any]] = lambda tenant: {},
+        learn: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`own` are figures of the present that a tenant's viewers alone get; `learn` is called before each
+        sample that somebody watches."""
+        self._own_now, self._learn = own, learn
         self._queue, self._link, self._is_draining, self._clock = queue, link, is_draining, clock
         self._meters: dict[tuple[str, str], AnswerMeter] = {}
         self._steps: dict[str, dict[str, JobStep]] = {}  # since the last sample, by tenant and job
@@ -121,6 +127,9 @@ class Telemetry:
         async def run() -> None:
             while True:
                 await asyncio.sleep(SAMPLE_SECONDS)
+                if self._viewers and self._learn is not None:
+                    with suppress(StateError):  # the database is away: what is known is shown
+                        await self._learn()
                 self.sample()
 
         try:
@@ -223,7 +232,10 @@ class Telemetry:
         samples = list(self._samples)[-count:]
         rows = b",".join(sample.row for sample in samples)
         own = b",".join(sample.own.get(tenant.id, b"null") for sample in samples)
-        mine = _encode({"running": self._queue.running(tenant), "waiting": self._queue.place(tenant)})
+        mine = _encode({
+            "running": self._queue.running(tenant), "waiting": self._queue.place(tenant),
+            **self._own_now(tenant),
+        })  # fmt: skip
         fields = _encode(FIELDS) if is_first else b"null"
         parts = {
             "fields": fields,
@@ -250,6 +262,9 @@ def _state_of(link: EngineLink, stats: EngineStats | None) -> dict[str, Any]:
         "engine_waiting": stats.waiting,
         "pages": stats.pages,
         "free_pages": stats.free_pages,
+        "cached_pages": stats.holdings.cached_pages,
+        "states": [stats.holdings.states_used, stats.holdings.states],
+        "kept_states": [stats.holdings.kept_states_used, stats.holdings.kept_states],
         "swap_pages": stats.swap_pages,
         "memory": stats.memory,
         "memory_budget": stats.memory_budget,

@@ -41,6 +41,10 @@ export function clock(unix) {
   return `${pad(at.getHours())}:${pad(at.getMinutes())}${at.getSeconds() ? `:${pad(at.getSeconds())}` : ""}`;
 }
 
+// Times that may be at an axis, seconds apart, and how those are written that are days apart: days are UTC's.
+const APART = [1, 2, 5, 10, 15, 30, ...[1, 2, 5, 10, 15, 30].map((n) => n * 60), ...[1, 2, 3, 6, 12].map((n) => n * 3600), ...[1, 2, 7, 14, 28].map((n) => n * 86400)];
+const day = (unix) => new Date(unix * 1000).toLocaleDateString(undefined, { month: "short", day: "numeric", timeZone: "UTC" });
+
 export const percent = (share) => `${digits(100 * share)} %`;
 export const when = (unix) => (unix ? new Date(unix * 1000).toLocaleString() : "–");
 
@@ -212,8 +216,8 @@ export function Chart({ label, x, series, height = 220, time = true, sync, log }
       plot.current = new Plot({
         width: place.current.clientWidth, height, legend: { show: false }, padding: [8, 8, 0, 0],
         cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false }, sync: sync ? { key: sync } : undefined },
-        scales: { x: { time }, ...Object.fromEntries(scales.map((name) => [name, { distr: log === name ? 3 : 1, range: log === name ? undefined : (_, least, most) => [Math.min(0, least ?? 0), most > 0 ? most * 1.08 : 1] }])) },
-        axes: [{ ...axis, grid: { show: false }, size: 26, space: 64, values: time ? (_, ticks) => ticks.map(clock) : undefined }, ...scales.slice(0, 2).map((name, side) => ({
+        scales: { x: {}, ...Object.fromEntries(scales.map((name) => [name, { distr: log === name ? 3 : 1, range: log === name ? undefined : (_, least, most) => [Math.min(0, least ?? 0), most > 0 ? most * 1.08 : 1] }])) },
+        axes: [{ ...axis, grid: { show: false }, size: 26, space: 64, ...(time ? { incrs: APART, values: (_, ticks, at, space, apart) => ticks.map(apart < 86400 ? clock : day) } : {}) }, ...scales.slice(0, 2).map((name, side) => ({
           ...axis, scale: name, side: side ? 1 : 3, size: 56, grid: side ? { show: false } : axis.grid,
           values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formats.current[name](tick))),
         }))],

@@ -503,6 +503,21 @@ class Paging(WireMessage, frozen=True):
     used_bytes: int = 0  # in memory or on their way, with their slots
 
 
+class Holdings(WireMessage, frozen=True):
+    """Owners of what an engine holds, and reasons of requests that wait. Each mapping is bounded
+    (`engine/holdings.py`)."""
+
+    waits: dict[str, str] = {}  # reasons by request, the most urgent first
+    pages: dict[str, int] = {}  # of requests under way, by the requests' scope
+    cached_pages: int = 0  # free ones whose tokens can be found by later prompts
+    states: int = 0  # sequences for which there is room in recurrent layers; 0 without such layers
+    states_used: int = 0
+    kept_states: int = 0  # room for states behind prefixes
+    kept_states_used: int = 0
+    adapters: dict[str, int] = {}  # bytes of those in memory, by name
+    jobs: dict[str, int] = {}  # bytes that jobs hold or have reserved
+
+
 class EngineStats(WireMessage, frozen=True):
     """Statistics of the engine; counters are since its start. Sent with a report about once a second."""
 
@@ -533,6 +548,8 @@ class EngineStats(WireMessage, frozen=True):
     asked_tokens: int = 0  # of prompts that began to run
     found_tokens: int = 0  # of these, how many were in the cache
     paging: Paging = Paging()
+    holdings: Holdings = Holdings()
+    workers: tuple[str, ...] = ()  # what each worker of the cluster does that has the base's blocks
     swapped_out_pages: int = 0  # of preempted sequences and of prefixes, to the second tier
     swapped_in_pages: int = 0
     prefix_pages_swapped_out: int = 0  # of these, the prefixes'

@@ -63,12 +63,14 @@ ReadTokenizer: TypeAlias = Callable[[], Any]
 class Opened:
     """An executor with the host's objects beside it. `base` is the executor's own or, where its weights are
     in another process, one of the same shapes without data; `slot_nbytes` computes the bytes of an adapter's
-    slot on the device from shapes alone; `grammars` compiles for a tokenizer, None without one."""
+    slot on the device from shapes alone; `grammars` compiles for a tokenizer, None without one. `workers`
+    tells what a cluster's workers do, where they have the blocks."""
 
     executor: Executor
     base: Base
     slot_nbytes: Callable[[Bypasses], int]
     grammars: Grammars | None
+    workers: Callable[[], Sequence[str]] = tuple
 
 
 def open_local(

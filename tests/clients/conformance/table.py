@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 ENVIRONMENT = ROOT / "build" / "conformance"
 TABLE = ROOT / "docs" / "results" / "conformance.json"
-# Shares below which a test fails. 0.95 is wanted of both, and missed by Anthropic's, of which a fourth ask for
+# Shares below which a test fails. 0.95 is wanted of both, and missed by Anthropic's: a fourth of them ask for
 # all parameters at once, with those that only its own service has.
 FLOORS: Final[Mapping[str, float]] = {"openai": 0.95, "anthropic": 0.75}
 SECONDS: Final = 3600.0

@@ -25,6 +25,7 @@ KEYS = {
     "overhead": "overhead.ratio",
     "latency": "first_byte_p99_ms",
     "batches": "batch.live_p99",
+    "viewers": "viewers.ratio",
     "restart": "restart.ready_s",
 }
 
@@ -47,6 +48,7 @@ def test_the_whole_table_on_a_tiny_shape(tmp_path: Path) -> None:
     assert set(results["bars"]) == set(SERVER_BARS) and set(results["met"]) == {
         "overhead.ratio",
         "batch.live_p99",
+        "viewers.ratio",
         "restart.ready_s",
     }
     assert results["floors"]["overhead.http"] > results["figures"]["overhead.http"]["value"]

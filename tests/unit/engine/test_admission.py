@@ -245,6 +245,16 @@ def test_statistics_have_the_budget_what_is_used_and_what_was_measured(fixed: in
         stats.memory[name] > 0 for name in ("base", "pages", "activations", "optimizers", "workspaces")
     )
     assert stats.memory_peak == engine.memory.meter.peak()
+    assert stats.holdings.jobs == {"one": engine.memory.ledger.of("job one")}
+    answer = engine.generate([1] * 9, sampling=SamplingParams(max_tokens=9, ignore_eos=True))
+    while not answer.tokens:
+        engine.step()
+    (pages,) = engine.stats().holdings.pages.values()
+    assert pages == len(engine.scheduler.requests.running[0].pages) > 0
+    answer.result()
+    held = engine.stats()
+    assert held.holdings.pages == {} and held.holdings.waits == {} and held.holdings.states == 0
+    assert held.holdings.cached_pages == engine.pages.cached_count
 
 
 @pytest.mark.local

@@ -246,6 +246,11 @@ class AdapterCache:
             used_bytes=self._used,
         )
 
+    def bytes_by_name(self) -> dict[str, int]:
+        """Bytes of the stored versions in memory."""
+        there = (each.version for each in self._recent.values() if each.tier is AdapterTier.DEVICE)
+        return {version.name: version.cost for version in there if isinstance(version, StoredVersion)}
+
     # Inside
 
     def _never(self, entry: CachedAdapter) -> int:

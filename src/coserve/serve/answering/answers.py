@@ -127,34 +127,36 @@ async def merged(sources: Sequence[PieceStream]) -> PieceStream:
 
 
 async def _one(state: State, call: Call, index: int, ticket: Ticket) -> PieceStream:
-    await ticket.admitted()
-    admitted = time.monotonic()
-    writer = Writer(state, call, index)
-    request = call.request(index, ticket.is_newcomer)
-    meter = state.telemetry.meter(call.tenant.id, call.model.name)
-    timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival, call.clock, meter)
-    timing.admitted(admitted)
-    try:
-        async with aclosing(state.link.generate(request, call.model.folders)) as tokens:
-            async for token in tokens:
-                if token.finish is FinishReason.CANCELLED:
-                    raise EngineLost("the engine gave this answer up")
-                if token.token is not None:
-                    timing.token(time.monotonic())
-                    ticket.served(call.cost.token)
-                piece = writer.take(token)
-                if piece is not None:
-                    if piece.finish is not None:
-                        timing.finished(piece.finish)
-                        if call.model.chains:
-                            names = call.model.name, piece.chain
-                            state.metrics.answers_by_chain.labels(*names).inc()
-                        state.queue.leave(ticket)  # the next sequence may enter while this piece is sent
-                    yield piece
-                if writer.has_finished:
-                    return
-    finally:
-        timing.close(len(request.prompt))
+    with state.waits.of(call, f"{call.asked.id}-{index}", ticket) as waiting:
+        await ticket.admitted()
+        admitted = time.monotonic()
+        writer = Writer(state, call, index)
+        request = call.request(index, ticket.is_newcomer)
+        meter = state.telemetry.meter(call.tenant.id, call.model.name)
+        timing = AnswerTiming(state.metrics, call.model.base, call.asked.arrival, call.clock, meter)
+        timing.admitted(admitted)
+        try:
+            async with aclosing(state.link.generate(request, call.model.folders)) as tokens:
+                async for token in tokens:
+                    if token.finish is FinishReason.CANCELLED:
+                        raise EngineLost("the engine gave this answer up")
+                    if token.token is not None:
+                        timing.token(time.monotonic())
+                        ticket.served(call.cost.token)
+                        state.waits.arrived(waiting)
+                    piece = writer.take(token)
+                    if piece is not None:
+                        if piece.finish is not None:
+                            timing.finished(piece.finish)
+                            if call.model.chains:
+                                names = call.model.name, piece.chain
+                                state.metrics.answers_by_chain.labels(*names).inc()
+                            state.queue.leave(ticket)  # the next sequence may enter while this piece is sent
+                        yield piece
+                    if writer.has_finished:
+                        return
+        finally:
+            timing.close(len(request.prompt))
 
 
 class Writer:

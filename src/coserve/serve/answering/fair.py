@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from itertools import count
 from time import monotonic
 
@@ -147,6 +147,16 @@ class FairQueue:
     def place(self, tenant: Tenant) -> int:
         """Number of the tenant's own sequences that wait: it sees nothing of others'."""
         return len(self._line(tenant).waiting)
+
+    def line(self, tenant: Tenant, most: int) -> list[Ticket]:
+        """The tenant's first `most` tickets that wait, in their order."""
+        return [ticket for _, _, ticket in nsmallest(most, self._line(tenant).waiting)]
+
+    def why(self) -> str:
+        """The reason of those that wait."""
+        if self._running + self._spare > self.inside:
+            return "the free places are kept for tenants that have none"
+        return f"all {self._running} places of the engine are taken"
 
     def running(self, tenant: Tenant) -> int:
         """Number of the tenant's own sequences that the engine has."""

@@ -1,6 +1,7 @@
 """Authentication: the tenant of an API key, or the tenant `local` on a loopback server without keys."""
 
 import asyncio
+import re
 from contextlib import suppress
 from typing import Annotated
 
@@ -28,10 +29,11 @@ _OPEN = "/api/v1/healthz"  # but this one
 # These too: they show all tenants, or the server itself, or compute.
 _INSIDE = ("/metrics", "/trace", "/docs", "/openapi.json", "/tokenize", "/detokenize", "/tokenizer_info")
 _PAGE = "/web/api/"  # what the page asks for, beside the API
-COOKIE = "coserve_login"
+COOKIE = "coserve_login"  # on the port that its scheme has; others follow it, as in coserve_login_8000
 TOKEN_HEADER = "x-coserve-token"
 _MOST_NOTED = 60  # wrong keys that the audit log gets in a minute, of all addresses
 _READS = ("GET", "HEAD", "OPTIONS")
+_PORT = re.compile(r"[^,]*:(\d{1,5})\s*")  # at the end of a Host header
 _bearer = HTTPBearer(auto_error=False, description="An API key, as `coserve keys create` prints it once.")
 
 
@@ -113,9 +115,16 @@ def secret_of(request: HTTPConnection) -> str | None:
     return keys.plain(given) or None
 
 
+def cookie_name(request: HTTPConnection) -> str:
+    """The name of a login's cookie, with the port that the browser asks: browsers send a host's cookies to
+    all its ports, and a login at one server is not to end that at another."""
+    port = _PORT.fullmatch(request.headers.get("host", ""))
+    return COOKIE if port is None else f"{COOKIE}_{port[1]}"
+
+
 def cookie_of(request: HTTPConnection) -> str | None:
     """The cookie of a login, unchecked; None where the request brings a key, which then counts."""
-    return (secret_of(request) is None and request.cookies.get(COOKIE)) or None
+    return (secret_of(request) is None and request.cookies.get(cookie_name(request))) or None
 
 
 def _check_token(request: HTTPConnection) -> None:

@@ -19,7 +19,7 @@ class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     """Holder of a state folder; `url` is empty until its server listens.
 
     `api`, `engine` and `standby` are the process ids of its ready children, for monitoring and tests; 0 where
-    there is none.
+    there is none. `deaths` counts children that ended since its start, and were replaced, by their names.
     """
 
     pid: int
@@ -27,6 +27,7 @@ class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     api: int = 0
     engine: int = 0
     standby: int = 0
+    deaths: dict[str, int] = {}
 
 
 class Claim:

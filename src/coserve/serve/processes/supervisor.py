@@ -13,6 +13,7 @@ import socket
 import stat
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -118,6 +119,7 @@ class Supervisor:
         self._watchdog = Watchdog(settings.watchdog_seconds)
         self._aborts: set[asyncio.Task[None]] = set()
         self._unfinished: list[str] = []  # children that ended abnormally during the stop
+        self._deaths = Counter[str]()  # of children that were replaced, by their names
         self._ready: dict[str, int] = {}  # process ids of children that are ready, by their names
         self._stop = asyncio.Event()
         self._hard_stop = asyncio.Event()
@@ -275,6 +277,9 @@ class Supervisor:
             return end
         if self._stop.is_set():
             self._note_end(child, end)
+        else:
+            self._deaths[child.name] += 1
+            self._note_running()
         after = f" in {pause:.1f} s" if pause else ""
         self._out.say(
             f"the {child.name} ended ({end}; its log is {child.log}): starting another{after}",
@@ -331,6 +336,7 @@ class Supervisor:
                 api=ready.get("API", 0),
                 engine=ready.get("engine", 0),
                 standby=ready.get("standby engine", 0),
+                deaths=dict(self._deaths),
             )
         )
 

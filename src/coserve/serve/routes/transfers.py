@@ -1,15 +1,17 @@
-"""Uploads and downloads of adapters: PEFT's two files."""
+"""Uploads and downloads of adapters: PEFT's two files, or a zip file of both."""
 
 import asyncio
+import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Form, UploadFile
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, StreamingResponse
 
 from coserve.adapters.folder import CONFIG, WEIGHTS
+from coserve.serve.adapter_registry.archives import packed, unpack
 from coserve.serve.adapter_registry.registry import base_warning, import_adapter
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
@@ -20,6 +22,8 @@ from coserve.serve.state import Shared, State
 
 router = APIRouter(tags=["Adapters"])
 _PIECE = 2**20
+_UNUSUAL = re.compile(r"[^\w.-]+", re.ASCII)  # in a name of a file
+_LONGEST_NAME = 80
 Name = Annotated[AdapterName, Form(description="What to call the adapter.")]
 
 
@@ -30,20 +34,50 @@ Name = Annotated[AdapterName, Form(description="What to call the adapter.")]
     summary="Upload an adapter",
 )
 async def upload_adapter(
-    name: Name, config: UploadFile, weights: UploadFile, caller: Caller, state: Shared
+    name: Name,
+    caller: Caller,
+    state: Shared,
+    config: UploadFile | None = None,
+    weights: UploadFile | None = None,
+    archive: UploadFile | None = None,
 ) -> ModelCard:
-    """Takes an adapter in PEFT's format: `config` is its JSON, `weights` its safetensors. It stays until it
-    is deleted."""
+    """Takes an adapter in PEFT's format: `config` is its JSON, `weights` its safetensors; or both in an
+    `archive`, a zip file. It stays until it is deleted."""
     folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=state.store.folder / "adapters", prefix="."))
+    most = state.settings.max_file_bytes
     try:
-        for upload, file in ((config, CONFIG), (weights, WEIGHTS)):
-            await _receive(upload, folder / file, state.settings.max_file_bytes)
+        if archive is not None and config is None and weights is None:
+            await asyncio.to_thread(unpack, archive.file, folder, most)
+        elif archive is None and config is not None and weights is not None:
+            for upload, file in ((config, CONFIG), (weights, WEIGHTS)):
+                await _receive(upload, folder / file, most)
+        else:
+            message = "Send the files 'config' and 'weights', or both in one zip file as 'archive'."
+            raise ApiError(422, message, param="archive")
         adapter = await import_adapter(state, caller, name, folder)
         warning = await asyncio.to_thread(base_warning, state, adapter)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     card = card_of(state, await state.catalog.find(caller, name))
     return card.model_copy(update={"warning": warning})
+
+
+@router.get(
+    "/v1/adapters/{name:path}/archive",
+    responses=error_responses(404),
+    response_class=StreamingResponse,
+    summary="Download an adapter as a zip file",
+)
+async def download_archive(name: str, caller: Caller, state: Shared) -> StreamingResponse:
+    """PEFT's two files in one archive, which `POST /v1/adapters` takes again."""
+    pieces = packed((await _part_of(state, caller, name, WEIGHTS)).parent)
+    try:
+        await asyncio.to_thread(next, pieces)  # has both files opened
+    except OSError as error:
+        raise _gone(name) from error
+    file = _UNUSUAL.sub("-", name.rpartition("/")[2])[:_LONGEST_NAME] or "adapter"
+    given = {"Content-Disposition": f'attachment; filename="{file}.zip"'}
+    return StreamingResponse(pieces, media_type="application/zip", headers=given)
 
 
 @router.get(
@@ -74,8 +108,12 @@ async def _part_of(state: State, caller: Caller, name: str, part: str) -> Path:
         raise not_found(f"The model '{name}' is the base: it has no adapter.", param="name")
     path = await state.store.artifacts.get(model.folder) / part
     if not await asyncio.to_thread(path.is_file):  # deleted a moment ago, by the server or by hand
-        raise not_found(f"The files of '{name}' are gone.", param="name")
+        raise _gone(name)
     return path
+
+
+def _gone(name: str) -> ApiError:
+    return not_found(f"The files of '{name}' are gone.", param="name")
 
 
 async def _receive(upload: UploadFile, target: Path, most: int) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Set
 from typing import Final
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from coserve.errors import StateError
@@ -26,6 +26,8 @@ LEASE_SECONDS: Final = 8.0  # after its last renewal others may take it
 RENEW_SECONDS: Final = 2.0  # between two renewals
 FORGET_SECONDS: Final = 86_400.0  # after which a lease that nobody has is forgotten
 NOBODY: Final = ""  # owner of a lease that was given back
+SERVER: Final = "server"  # kind of the lease that says that a server is there: its subject is the owner
+MOST_SERVERS: Final = 64  # that are told of at once
 LeaseKey = tuple[str, str]  # kind and subject
 
 
@@ -158,6 +160,24 @@ class Leases:
             if self._is_steady():
                 others = others.where(LeaseRecord.expires > self._database.now(session))
             return frozenset(session.scalars(others))
+
+        return await self._database.read(read)
+
+    async def servers(self) -> dict[str, dict[str, int]]:
+        """The servers that have said that they are there, by name: the number of their leases of each
+        kind."""
+
+        def read(session: Session) -> dict[str, dict[str, int]]:
+            lives = LeaseRecord.expires > self._database.now(session)
+            there = select(LeaseRecord.owner).where(LeaseRecord.kind == SERVER, lives)
+            names = session.scalars(there.order_by(LeaseRecord.owner).limit(MOST_SERVERS)).all()
+            counts = select(LeaseRecord.owner, LeaseRecord.kind, func.count()).where(
+                lives, LeaseRecord.owner.in_(names), LeaseRecord.kind != SERVER
+            )
+            found: dict[str, dict[str, int]] = {name: {} for name in names}
+            for owner, kind, count in session.execute(counts.group_by(LeaseRecord.owner, LeaseRecord.kind)):
+                found[owner][kind] = count
+            return found
 
         return await self._database.read(read)
 

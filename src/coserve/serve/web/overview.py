@@ -13,12 +13,15 @@ from pydantic import BaseModel
 from coserve.serve.errors import error_responses
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.quotas import DISK_RESERVE
+from coserve.serve.processes.claim import find_running
 from coserve.serve.routes.health import Health, health_of, resident_of
-from coserve.serve.state import Shared
+from coserve.serve.state import Shared, State
 from coserve.serve.store.records import Key
+from coserve.serve.web.doctor import Findings
 
 router = APIRouter(tags=["Page"])
 HEALTH: Final = "/web/api/health"
+DOCTOR: Final = "/web/api/doctor"
 USAGE: Final = "/web/api/usage"
 
 
@@ -39,8 +42,19 @@ class EngineOverview(BaseModel):
     bases: list[str]
 
 
+class Replica(BaseModel):
+    """A server that shares the database, by its name: `work` is the number of its leases of each kind (job,
+    batch, eval, response, tinker)."""
+
+    name: str
+    is_this: bool
+    work: dict[str, int]
+
+
 class ServerOverview(BaseModel):
-    """The server. Times are seconds; `uptime` is the server's, None where the system does not tell it, and
+    """The server. `replicas` are the servers that share its database, none where it is alone, and `workers`
+    tells what those of a cluster do. `deaths` are those that the server has outlived, by process. Times are
+    seconds; `uptime` is the server's, None where the system does not tell it, and
     `api_uptime` that of the process that answers, which is younger where it was restarted."""
 
     version: str
@@ -53,6 +67,9 @@ class ServerOverview(BaseModel):
     disk_free: int
     disk_reserve: int
     keys_required: bool
+    deaths: dict[str, int]
+    replicas: list[Replica]
+    workers: list[str]
 
 
 class KeptOfTenant(BaseModel):
@@ -79,7 +96,8 @@ class TenantUsage(BaseModel):
 @router.get(HEALTH, responses=error_responses(), summary="The server's state, as the page shows it")
 async def overview(request: Request, caller: Caller, state: Shared) -> ServerOverview:
     """Version, uptime, engine, processes and disk."""
-    hello = state.link.hello
+    hello, stats = state.link.hello, state.link.stats
+    running = await asyncio.to_thread(find_running, state.settings.state)
     disk = await asyncio.to_thread(shutil.disk_usage, state.settings.state)
     return ServerOverview(
         version=request.app.version,
@@ -106,7 +124,25 @@ async def overview(request: Request, caller: Caller, state: Shared) -> ServerOve
         disk_free=disk.free,
         disk_reserve=DISK_RESERVE,
         keys_required=not await state.store.tenants.is_open(),
+        deaths={} if running is None else running.deaths,
+        replicas=await _replicas(state),
+        workers=[] if stats is None else list(stats.workers),
     )
+
+
+async def _replicas(state: State) -> list[Replica]:
+    """The servers of a shared database."""
+    if not state.settings.database:
+        return []
+    leases = state.store.leases
+    found = await leases.servers()
+    return [Replica(name=name, is_this=name == leases.owner, work=work) for name, work in found.items()]
+
+
+@router.get(DOCTOR, responses=error_responses(503), summary="What `coserve doctor` finds on this machine")
+async def findings(caller: Caller, state: Shared) -> Findings:
+    """The checks of the server's machine, made at most every ten minutes, in a process beside the server."""
+    return await state.doctor.findings()
 
 
 @router.get(USAGE, responses=error_responses(), summary="The caller's records, keys and limits")

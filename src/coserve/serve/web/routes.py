@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from coserve.serve.errors import ApiError, error_responses, not_found
-from coserve.serve.http.auth import COOKIE, Caller, cookie_of, secret_of
+from coserve.serve.http.auth import Caller, cookie_name, cookie_of, secret_of
 from coserve.serve.http.streams import EVENT_BEGIN, EVENT_END, EventStream
 from coserve.serve.state import Shared
 from coserve.serve.store.logins import LOGIN_SECONDS, token_of
@@ -68,8 +68,9 @@ async def login(request: Request, response: Response, caller: Caller, state: Sha
     cookie = await state.store.logins.begin(secret)
     if cookie is None:  # a server without keys ignores those that are sent
         return Login(tenant=caller.name, by="loopback")
+    name, is_encrypted = cookie_name(request), _is_encrypted(request)
     response.set_cookie(
-        COOKIE, cookie, max_age=LOGIN_SECONDS, httponly=True, samesite="strict", secure=_is_encrypted(request)
+        name, cookie, max_age=LOGIN_SECONDS, httponly=True, samesite="strict", secure=is_encrypted
     )
     return Login(tenant=caller.name, by="cookie", token=token_of(cookie))
 
@@ -80,7 +81,8 @@ async def logout(request: Request, response: Response, caller: Caller, state: Sh
     cookie = cookie_of(request)
     if cookie is not None:
         await state.store.logins.end(cookie)
-    response.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=_is_encrypted(request))
+    name, is_encrypted = cookie_name(request), _is_encrypted(request)
+    response.delete_cookie(name, httponly=True, samesite="strict", secure=is_encrypted)
 
 
 @router.get(LIVE, include_in_schema=False)
@@ -129,6 +131,9 @@ def _reply(request: Request, file: PageFile, caching: str) -> Response:
     if file.tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     headers["Content-Type"] = file.content_type
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(file.compressed, headers={**headers, "Content-Encoding": "gzip"})
+    given = request.headers.get("accept-encoding", "").replace(" ", "").split(",")
+    accepted = {name for name, _, quality in (one.partition(";") for one in given) if quality != "q=0"}
+    for name, encoded in file.encoded.items():
+        if name in accepted:
+            return Response(encoded, headers={**headers, "Content-Encoding": name})
     return Response(file.plain, headers=headers)

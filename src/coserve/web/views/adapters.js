@@ -25,10 +25,10 @@ export default function Adapters({ rest }) {
       ${one.owned_by !== "coserve" && html`<${Button} danger onClick=${() => setOpen({ kind: "delete", name: one.id })}>Delete<//>`}</span>` },
   ];
   return html`<${Import} onDone=${adapters.reload} />
-    <${Panel} title="Adapters"><${Table} label="Adapters" columns=${columns} ...${adapters} empty="No adapters yet: train one, or drop the two files of a PEFT adapter above." /><//>
+    <${Panel} title="Adapters"><${Table} label="Adapters" columns=${columns} ...${adapters} empty="No adapters yet: train one, or drop the files of a PEFT adapter above." /><//>
     ${open?.kind === "lineage" && html`<${Lineage} name=${open.name} onClose=${close} />`}
-    ${open?.kind === "export" && html`<${Dialog} title="Export" onClose=${close}><div class="stack"><p>PEFT's two files of <${Name} text=${open.name} />: put both into one folder.</p>
-      <p class="row"><a class="button" href=${at(open.name, "/config")} download="adapter_config.json">adapter_config.json</a><a class="button" href=${at(open.name, "/weights")} download="adapter_model.safetensors">adapter_model.safetensors</a></p>
+    ${open?.kind === "export" && html`<${Dialog} title="Export" onClose=${close}><div class="stack"><p>PEFT's two files of <${Name} text=${open.name} />, in one zip file or one by one.</p>
+      <p class="row"><a class="button" href=${at(open.name, "/archive")} download>Zip file</a><a class="button" href=${at(open.name, "/config")} download="adapter_config.json">adapter_config.json</a><a class="button" href=${at(open.name, "/weights")} download="adapter_model.safetensors">adapter_model.safetensors</a></p>
       <${Copyable} label="Command" text=${`coserve adapters export ${quoted(open.name)} FOLDER`} /></div><//>`}
     ${open?.kind === "merge" && html`<${Dialog} title="Merge" onClose=${close}><div class="stack"><p>Adds the adapter to its base's weights and writes a model of its own, as large as the base. This is done by a command, where the base's files are:</p>
       <${Copyable} label="Command" text=${`coserve adapters merge ${quoted(open.name)} FOLDER`} /></div><//>`}
@@ -50,7 +50,7 @@ function Users({ one }) {
 function Lineage({ name, onClose }) {
   const { data, error } = useJson(at(name, "/lineage"));
   const words = { adapter: "Adapter", job: "was trained by the job", training_file: "on", validation_file: "validated with", base: "on the base" };
-  const about = (one) => [one.method, one.status, one.steps != null && `${digits(one.steps)} steps`, one.examples != null && `${digits(one.examples)} records`, one.bytes && bytes(one.bytes), one.created_at && when(one.created_at)].filter(Boolean).join(" · ");
+  const about = (one) => [one.kind === "adapter" && `version ${one.id}`, one.method, one.status, one.steps != null && `${digits(one.steps)} steps`, one.examples != null && `${digits(one.examples)} records`, one.bytes && bytes(one.bytes), one.created_at && when(one.created_at)].filter(Boolean).join(" · ");
   return html`<${Dialog} title="Lineage" onClose=${onClose}><${Notice} error=${error} />
     <ol class="lineage">${(data?.data ?? []).map((one, place) => html`<li class=${one.kind}><small>${one.kind === "adapter" && place ? "which began with" : words[one.kind]}</small>
       ${one.kind === "job" && one.exists ? html`<a href=${jobLink(one.id)} onClick=${onClose}>${one.id}</a>` : html`<strong><${Name} text=${one.name} /></strong>`}
@@ -64,15 +64,15 @@ function Import({ onDone }) {
   const [busy, setBusy] = useState("");
   const take = async (files) => {
     setError(null);
+    const archive = files.find((file) => file.name.toLowerCase().endsWith(".zip"));
     const config = files.find((file) => file.name === "adapter_config.json") ?? files.find((file) => file.name.endsWith(".json"));
     const weights = files.find((file) => file.name === "adapter_model.safetensors") ?? files.find((file) => file.name.endsWith(".safetensors"));
-    if (!config || !weights) return setError({ message: "Choose both files of one adapter: adapter_config.json and adapter_model.safetensors." });
+    if (!archive && (!config || !weights)) return setError({ message: "Choose both files of one adapter, adapter_config.json and adapter_model.safetensors, or a zip file of them." });
     if (!draft.name.trim()) return setError({ message: "Give the adapter a name first." });
     const form = new FormData();
     form.append("name", draft.name.trim());
-    form.append("config", config);
-    form.append("weights", weights);
-    setBusy(`Sending ${bytes(weights.size)} …`);
+    for (const [name, file] of archive ? [["archive", archive]] : [["config", config], ["weights", weights]]) form.append(name, file);
+    setBusy(`Sending ${bytes((archive ?? weights).size)} …`);
     try {
       const card = await (await request("POST", "/v1/adapters", { body: form })).json();
       toast(card.warning ?? "The adapter is there.");
@@ -82,5 +82,5 @@ function Import({ onDone }) {
   };
   return html`<${Panel} title="Import"><div class="fields import">
     <${Field} label="Name" hint="What requests call it" error=${error}><input value=${draft.name} spellcheck="false" onInput=${({ target }) => setDraft({ name: target.value })} /><//>
-    <${Drop} label="Drop an adapter's two files here, or choose them" hint="PEFT's adapter_config.json and adapter_model.safetensors" accept=".json,.safetensors" multiple busy=${busy} onFiles=${take} /></div><//>`;
+    <${Drop} label="Drop an adapter's two files here, or a zip file of them" hint="PEFT's adapter_config.json and adapter_model.safetensors" accept=".json,.safetensors,.zip" multiple busy=${busy} onFiles=${take} /></div><//>`;
 }

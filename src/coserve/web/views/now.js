@@ -68,7 +68,7 @@ export default function Now() {
       <${Panel} title="Requests"><${Chart} label="Requests that run and that wait" sync="now" height=${180} x=${x} series=${[
         { name: "running", values: column("running"), color: 1, fill: true }, { name: "waiting", values: column("waiting"), color: 5 }]} /><//>
     </div>
-    <div class="grid"><${Queue} now=${now} mine=${mine} last=${last} jobs=${running} /><${Memory} now=${now} last=${last} /></div>
+    <div class="grid"><${Queue} now=${now} mine=${mine} last=${last} jobs=${running} /><${Memory} now=${now} mine=${mine} last=${last} /></div>
     <${Usage} own=${seen.own} names=${names} answered=${recent("answered", 60)} />`;
 }
 
@@ -91,21 +91,33 @@ function Together({ x, column, own, names }) {
 }
 
 function Queue({ now, mine, last, jobs }) {
-  const rows = [];
-  if (mine.waiting) rows.push({ id: "own", who: html`${mine.waiting} of your requests`, why: now.waits });
+  const rows = (mine.waits ?? []).map((one) => ({ id: one.id, who: html`<${Name} text=${one.model} most=${40} /> <small>${digits(one.prompt)} prompt tokens</small>`, since: one.seconds, why: one.why }));
+  const more = mine.waiting - rows.length;
+  if (more > 0) rows.push({ id: "own", who: html`${more} more of your requests`, why: now.waits });
   if (last.waiting > mine.waiting) rows.push({ id: "others", who: html`${last.waiting - mine.waiting} of other tenants`, why: now.waits });
-  if (now.engine_waiting) rows.push({ id: "engine", who: html`${now.engine_waiting} in the engine`, why: "until pages are free, or an adapter's weights are read" });
   for (const job of jobs) if (job.waiting_for) rows.push({ id: job.id, who: html`job <${Name} text=${job.user_provided_suffix || job.id} most=${40} />`, why: job.waiting_for });
-  return html`<${Panel} title="What waits, and why"><${Table} label="What waits" rows=${rows} empty="Nothing waits." columns=${[{ head: "Who", cell: (row) => row.who }, { head: "Waits because", wide: true, cell: (row) => row.why }]} /><//>`;
+  return html`<${Panel} title="What waits, and why" aside=${now.engine_waiting ? `${now.engine_waiting} in the engine` : ""}><${Table} label="What waits" rows=${rows} empty="Nothing waits." columns=${[{ head: "Who", cell: (row) => row.who }, { head: "For", number: true, cell: (row) => (row.since === undefined ? "" : duration(row.since)) }, { head: "Waits because", wide: true, cell: (row) => row.why }]} /><//>`;
 }
 
-function Memory({ now, last }) {
+function Memory({ now, mine, last }) {
   const parts = Object.entries(now.memory ?? {}).filter(([, n]) => n).sort((a, b) => b[1] - a[1]).map(([name, value], at) => ({ name, value, color: (at % 6) + 1 }));
-  const used = (now.pages ?? 0) - (now.free_pages ?? 0);
+  const pages = now.pages ?? 0, cached = now.cached_pages ?? 0, free = (now.free_pages ?? 0) - cached;
+  const [states, places] = now.states ?? [0, 0], [kept, slots] = now.kept_states ?? [0, 0];
+  const { pages: own = 0, adapters = {}, jobs = {} } = mine.holds ?? {};
+  const inPages = pages - free - cached, each = pages ? (now.memory?.pages ?? 0) / pages : 0;
+  const rows = [
+    ...(own ? [{ id: "pages", what: `${own} pages of your requests`, bytes: own * each }] : []),
+    ...(adapters.own ?? []).map(([id, name, n]) => ({ id, what: html`adapter <${Name} text=${name} most=${50} />`, bytes: n })),
+    ...(jobs.own ?? []).map(([id, name, n]) => ({ id, what: html`job <${Name} text=${name} most=${50} />`, bytes: n })),
+    ...(adapters.more + jobs.more > 0 ? [{ id: "more", what: "more of yours", bytes: adapters.more + jobs.more }] : []),
+    ...[["adapters", adapters.others], ["jobs", jobs.others], ["pages", (inPages - own) * each]].filter(([, n]) => n > 0).map(([name, n]) => ({ id: `others ${name}`, what: `${name} of others`, bytes: n })),
+  ];
   return html`<${Panel} title="Memory and pages" aside=${now.memory_budget ? `budget ${bytes(now.memory_budget)}` : ""}><div class="stack">
     <${Bar} label="Memory by what it is for" total=${parts.reduce((sum, part) => sum + part.value, 0)} format=${bytes} parts=${parts} />
-    <${Bar} label="Pages in use" total=${now.pages} parts=${[{ name: "pages in use", value: used, color: 1 }]} />
-    <small>${now.pages ?? 0} pages; ${last.adapters} adapters in memory of ${now.known ?? 0} known, ${now.pinned ?? 0} pinned${now.swap_pages ? `; ${percent(last.swap_used)} of the second tier used` : ""}.</small></div><//>`;
+    <${Bar} label="Pages" total=${pages} parts=${[{ name: "pages in use", value: inPages, color: 1 }, { name: "cached", value: cached, color: 3 }, { name: "free", value: free, color: 0 }]} />
+    ${places > 0 && html`<${Bar} label="Recurrent states" total=${places + slots} parts=${[{ name: "states in use", value: states, color: 1 }, { name: "cached", value: kept, color: 3 }, { name: "free", value: places + slots - states - kept, color: 0 }]} />`}
+    <${Table} label="Memory by owner" rows=${rows} empty="No request, adapter or job holds any of it." columns=${[{ head: "Of this", wide: true, cell: (row) => row.what }, { head: "Memory", number: true, cell: (row) => bytes(Math.round(row.bytes)) }]} />
+    <small>${last.adapters} adapters in memory of ${now.known ?? 0} known, ${now.pinned ?? 0} pinned${now.swap_pages ? `; ${percent(last.swap_used)} of the second tier used` : ""}.</small></div><//>`;
 }
 
 // Tokens of the last minute by adapter and job, one's own; of others only how many.
@@ -130,7 +142,7 @@ function Usage({ own, names, answered }) {
   }, [own, names, answered]);
   const seconds = Math.min(own.length, 60) || 1;
   return html`<${Panel} title="By adapter and job" aside="the last minute"><${Table} label="Use by adapter and job" rows=${rows} empty="Nothing has answered or trained in the last minute." columns=${[
-    { head: "", cell: (row) => html`<span class="badge">${row.kind}</span>` }, { head: "Adapter or job", wide: true, cell: (row) => html`<${Name} text=${row.name} />` },
+    { head: "Work", cell: (row) => html`<span class="badge">${row.kind}</span>` }, { head: "Adapter or job", wide: true, cell: (row) => html`<${Name} text=${row.name} />` },
     { head: "Tokens/s", number: true, cell: (row) => digits(row.tokens / seconds) },
     { head: "Latency or loss", number: true, cell: (row) => (row.loss !== undefined ? `loss ${digits(row.loss)}` : row.gap ? `${duration(row.gap)} (slowest ${duration(row.slowest)})` : "–") },
     { head: "Step", number: true, cell: (row) => row.step ?? "" }]} /><//>`;

@@ -181,7 +181,7 @@ def test_a_killed_engine_is_replaced_by_the_one_standing_by(make_server: Callabl
     os.kill(first, signal.SIGKILL)
     assert server.wait_for("engine", "ready", 2) == [first, second]
     assert server.wait_for("engine", "stands by", 3)[2] not in (first, second)
-    assert len(server.events("api", "starts")) == 1
+    assert len(server.events("api", "starts")) == 1 and server.running().deaths == {"engine": 1}
 
 
 @pytest.mark.parametrize("flags", [(), ("--unprivileged",)])
@@ -286,7 +286,7 @@ def test_a_killed_api_is_started_again_and_refuses_no_connection(
     os.kill(first, signal.SIGKILL)
     until(lambda: not is_alive(first), "its end")
     assert ask(port) == server.wait_for("api", "ready", 2)[1] != first
-    assert server.port() == port
+    assert server.port() == port and server.running().deaths == {"API": 1}
 
 
 def test_an_engine_that_hangs_is_ended_with_its_stacks_in_the_log_and_replaced(

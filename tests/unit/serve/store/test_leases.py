@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from coserve.serve.store import leases as module
 from coserve.serve.store.database import Database
-from coserve.serve.store.leases import FORGET_SECONDS, LEASE_SECONDS, RENEW_SECONDS, Leases
+from coserve.serve.store.leases import FORGET_SECONDS, LEASE_SECONDS, RENEW_SECONDS, SERVER, Leases
 from coserve.serve.store.opening import open_database
 from lease_history import Fact, violations
 
@@ -157,3 +157,28 @@ def test_a_lease_that_was_given_back_is_another_s_at_once(
 
     asyncio.run(story())
     opened.close()
+
+
+def test_servers_that_are_there_are_told_with_their_work(
+    opened: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = Clocks(monkeypatch, opened)
+
+    async def story() -> None:
+        first, second = Leases(opened, "first"), Leases(opened, "second")
+        await first.claim("job", "early")
+        assert await first.servers() == {}
+        for one in (second, first):
+            await one.claim(SERVER, one.owner)
+        await first.claim("job", "late")
+        await first.claim("batch", "b")
+        told = {"first": {"job": 2, "batch": 1}, "second": {}}
+        assert await second.servers() == told and list(told) == list(await first.servers())
+        clocks.pass_by(LEASE_SECONDS - 1)
+        await first.renew()
+        clocks.pass_by(2)
+        assert await second.servers() == {"first": told["first"]}
+        await first.release(SERVER, "first")
+        assert await second.servers() == {}
+
+    asyncio.run(story())
