@@ -281,6 +281,9 @@ def _elsewhere(
     base: Base, attention: AttentionBackend[Any], config: EngineConfig
 ) -> tuple[SwapSpace | None, OffloadedCache | None, str]:
     """Pages of preempted sequences and of longer ones in one page store; and why none of the latter."""
+    on_device = "the states of its recurrent layers stay on the device"
+    if not attention.page_nbytes:  # none of its layers attends
+        return None, None, on_device
     if not config.swap_nbytes:
         return None, None, "engine.swap_space has no room for pages elsewhere"
     try:
@@ -290,7 +293,7 @@ def _elsewhere(
         return None, None, str(error)
     swap_space = SwapSpace({CopyKind.PAGES: attention}, store, base.device)
     if base.mixers:
-        return swap_space, None, "the states of its recurrent layers stay on the device"
+        return swap_space, None, on_device
     if config.deterministic:
         return swap_space, None, "the deterministic mode attends to pages alone"
     offloaded = OffloadedCache(base.caches, attention.page_size, base.dtype, store, base.device)

@@ -40,24 +40,16 @@ INLINE void silus_back(const float *x, float *grad, i64 count) {
     }
 }
 
-// Sums of some channels at the row x, of the columns from `first` on; those before precede the sequence.
-INLINE void sums_of(const number *x, i64 stride, const float *w, const number *bias, float *sum, i64 count, i64 first,
-                    i64 width) {
-#pragma omp simd
-    for (i64 j = 0; j < count; j++) {
-        float own = bias ? widen(bias[j]) : 0.0f;
-        for (i64 k = first; k < width; k++) own += w[k * BLOCK + j] * widen(x[(k - width + 1) * stride + j]);
-        sum[j] = own;
-    }
-}
-
-// The same at row t, for any width.
+// Sums of some channels at row t of x, of the columns that do not precede the sequence, in this order.
 INLINE void sums_at(const number *x, i64 t, i64 stride, const float *w, const number *bias, float *sum, i64 count,
                     i64 width) {
-    if (width == 4 && t >= 3)  // the common one, whose columns a compiler keeps in registers
-        sums_of(x + t * stride, stride, w, bias, sum, count, 0, 4);
-    else
-        sums_of(x + t * stride, stride, w, bias, sum, count, t < width - 1 ? width - 1 - t : 0, width);
+    for (i64 j = 0; j < count; j++) sum[j] = bias ? widen(bias[j]) : 0.0f;
+    for (i64 k = t < width - 1 ? width - 1 - t : 0; k < width; k++) {
+        const number *from = x + (t - width + 1 + k) * stride;
+        const float *column = w + k * BLOCK;
+#pragma omp simd
+        for (i64 j = 0; j < count; j++) sum[j] += column[j] * widen(from[j]);
+    }
 }
 
 INLINE void columns_of(const number *w, float *to, i64 count, i64 width) {
