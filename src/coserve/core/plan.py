@@ -193,7 +193,8 @@ class Moved:
 @dataclass(frozen=True, slots=True)
 class StateMove:
     """Copies the states of a sequence in recurrent layers: from a slot of those that are kept, before the
-    plan's rows, or into it, after them, where it `keeps`."""
+    plan's rows, or into it, after them, where it `keeps`; of a sequence without rows, before it is
+    released."""
 
     key: int
     slot: int

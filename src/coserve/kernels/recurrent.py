@@ -37,6 +37,15 @@ def conv_update(
     return F.silu(y) if with_silu else y
 
 
+def conv_rows(x: Tensor, weight: Tensor, bias: Tensor | None, with_silu: bool) -> Tensor:
+    """The convolution of `rows` rows of n sequences, x [n, channels, rows], before which there are zeros;
+    weight and bias as those of `conv_update`. Returns [n, channels, rows]. Has gradients."""
+    columns = F.pad(x, (weight.shape[1] - 1, 0)).unfold(-1, weight.shape[1], 1)
+    y = (columns * weight[:, None]).sum(-1)
+    y = y if bias is None else y + bias[:, None]
+    return F.silu(y) if with_silu else y
+
+
 def delta_update(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, is_normed: bool, places: StatePlaces
 ) -> Tensor:

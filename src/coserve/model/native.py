@@ -98,7 +98,7 @@ def _replace_gated_norm(module: nn.Module) -> bool:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weight = self.weight
         assert isinstance(weight, Tensor)
-        if len(args) == 2 and not kwargs and ops.takes(args[0], args[1], weight):
+        if len(args) == 2 and not kwargs and recurrent.takes_gated(args[0], args[1], weight):
             return recurrent.rms_norm_gated(*args, weight, groups, eps, first)
         return own(self, *args, **kwargs)
 

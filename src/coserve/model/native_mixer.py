@@ -3,7 +3,7 @@
 A mixer's code calls functions of its module for one row of each sequence: a step of a causal convolution, of
 the gated delta rule or of Mamba's recurrence. It gets a copy of its own code in which these names are other
 functions. These compute as their own, unless they are given `StatePlaces` instead of states, which they read
-and write where they lie. The gated delta rule and Mamba 2's
+and write where they lie. Convolutions, the gated delta rule and Mamba 2's
 recurrence of several rows are kernels, too, with gradients. An experiment
 tells whether the mixer gives the same outputs and states then.
 """
@@ -44,6 +44,21 @@ def _convolve(
     states = conv_state.read()
     y = own(hidden_states, states, weight, bias, activation)  # writes in place
     conv_state.write(states)
+    return y
+
+
+def _convolve_rows(
+    own: Function,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    is_plain = activation in (None, "silu") and all(value is None for value in kwargs.values())
+    if is_plain and recurrent.takes_conv_rows(hidden_states, weight, bias):
+        return recurrent.conv_rows(hidden_states, weight, bias, activation is not None)
+    y: Tensor = own(hidden_states, weight, bias, activation, **kwargs)
     return y
 
 
@@ -177,6 +192,7 @@ def _is_expanded(x: Tensor, dt: Tensor, A: Tensor, D: Tensor | None, dt_bias: Te
 
 _UPDATES: Final[Mapping[str, Function]] = {
     "causal_conv1d_update": _convolve,
+    "causal_conv1d_fn": _convolve_rows,
     "torch_recurrent_gated_delta_rule": _learn,
     "torch_chunk_gated_delta_rule": _learn_rows,
     "mamba_selective_state_update": _select,

@@ -72,7 +72,8 @@ class WindowCache:
         """Returns the columns kept before and the new ones, [batch, channels, kept + rows]."""
         self.is_asked, key = True, ("conv", state_idx)
         old = self.before.get(key)
-        both = conv_states if old is None else torch.cat((old.to(conv_states.dtype), conv_states), -1)
+        # Channels stay side by side, as projections give them and kernels read them.
+        both = conv_states if old is None else torch.cat((old.to(conv_states.dtype).mT, conv_states.mT), 1).mT
         size = conv_kernel_size or (conv_states if old is None else old).shape[-1]
         if both.shape[-1] < size:
             both = nn.functional.pad(both, (size - both.shape[-1], 0))

@@ -4,10 +4,13 @@ A page has the keys and values of its tokens; the state behind it is that of all
 cut. So it is kept at some positions only, all at the end of a page: every `EVERY` tokens of a prompt, and at
 its last page's beginning. A prompt is cut there. What is kept is known by the name of the page before it
 (`schedule.naming`), and a later prompt begins at the last position of which both pages and state are found.
+
+The state of a preempted sequence whose pages go to the second tier is set aside in such a place, too.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import count
 from typing import Final
 
 from coserve.core.plan import StateMove
@@ -38,15 +41,19 @@ def _every(page_size: int) -> int:
 
 
 class KeptStates:
-    """The names of the states in so many `slots` of a device, least recently used first. A plan that writes
-    one is under way until `written`; one that a sequence is to begin with is not written before `begin`."""
+    """The names of the states in so many `slots` of a device, least recently used first; those that were set
+    aside have numbers. A plan that writes one is under way until `written`; one that a sequence is to begin
+    with, or that is set aside for it, is not written before `begin`."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self._free = [*range(slots)]
-        self._found: OrderedDict[bytes, int] = OrderedDict()
-        self._coming: dict[int, bytes] = {}  # names by slots that plans under way write
+        self._found: OrderedDict[bytes | int, int] = OrderedDict()
+        self._coming: dict[int, bytes | int] = {}  # names by slots that plans under way write
         self._held: dict[int, int] = {}  # slots by sequences that will begin with them
+        self._aside: dict[int, int] = {}  # slots by sequences with a copy in the second tier
+        self._leaving: list[StateMove] = []  # of the next plan
+        self._numbers = count()
 
     def __len__(self) -> int:
         """Slots with a state, or for one that a plan under way writes."""
@@ -66,14 +73,45 @@ class KeptStates:
 
     def begin(self, sequence: Sequence) -> StateMove:
         """Copies the state that was held to a sequence that begins."""
-        return StateMove(sequence.key, self._held.pop(sequence.key), False)
+        slot = self._held.pop(sequence.key)
+        self.forget(sequence)
+        return StateMove(sequence.key, slot, False)
 
-    def keep(self, sequence: Sequence, name: bytes) -> list[StateMove]:
+    def set_aside(self, sequence: Sequence) -> bool:
+        """Has the next plan keep the state of a sequence that is preempted, for `bring_back`; False where all
+        slots are in use."""
+        slot = self._held.get(sequence.key)  # of one that has not begun again
+        if slot is None:
+            moves = self.keep(sequence, next(self._numbers))
+            if not moves:
+                return False
+            self._leaving += moves
+            slot = moves[0].slot
+        self._aside[sequence.key] = slot
+        return True
+
+    def bring_back(self, sequence: Sequence) -> None:
+        """As `hold`, of the state that was set aside."""
+        self._held[sequence.key] = self._aside[sequence.key]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Frees the state that was set aside for a sequence, if one was."""
+        slot = self._aside.pop(sequence.key, None)
+        name = next((one for one, place in self._found.items() if place == slot), None)
+        if isinstance(name, int):  # others may be found by their names
+            self._free.append(self._found.pop(name))
+
+    def take_leaving(self) -> list[StateMove]:
+        """Moves of states that were set aside since the last plan."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    def keep(self, sequence: Sequence, name: bytes | int) -> list[StateMove]:
         """Copies the state of a sequence to a slot; none where it is there, or all slots are in use."""
         if name in self._found or name in self._coming.values():
             return []
         if not self._free:
-            held = set(self._held.values())
+            held = {*self._held.values(), *self._aside.values()}
             oldest = next((one for one, slot in self._found.items() if slot not in held), None)
             if oldest is None:
                 return []

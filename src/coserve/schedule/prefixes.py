@@ -125,7 +125,9 @@ class Prefixes:
         full, rest = divmod(request.virtual + computed, pages.page_size)
         read, begun = found[: full - first], found[full - first :][: rest > 0]
         swapped, filled, names = sequence.swapped, 0, list[bytes]()
+        whole = 0 if swapped is None else (request.virtual + swapped.tokens) // pages.page_size - first
         if swapped is not None and swapped.first <= first + len(found) and computed < swapped.tokens:
+            read = found[:whole]
             computed, full, rest, begun = swapped.tokens, first + len(read), 0, []
             filled = swapped.first + swapped.pages - full
         elif names := self._readable(sequence, len(found)):
@@ -149,7 +151,9 @@ class Prefixes:
         sequence.shared = sequence.named = full
         sequence.template = (begun or virtual[-1:])[0] if rest else None
         sequence.computed, sequence.filled = computed, filled
-        if self.states is not None and computed:
+        if self.states is not None and swapped is not None and computed == swapped.tokens:
+            self.states.bring_back(sequence)
+        elif self.states is not None and computed:
             self.states.hold(sequence, self._name(sequence, computed // pages.page_size - 1))
         if names:
             self.swapped.load(sequence, names)
@@ -164,6 +168,8 @@ class Prefixes:
         self._pages.free(sequence.key)
         if self.states is not None:
             self.states.let_go(sequence)
+            if sequence.swapped is None:
+                self.states.forget(sequence)
         sequence.pages, sequence.shared, sequence.named, sequence.template = [], 0, 0, None
         sequence.filled = 0
 
@@ -188,16 +194,21 @@ class Prefixes:
         takes_part = self.states is not None and self._takes_part(sequence)
         return next_cut(sequence, self._pages.page_size) if takes_part else sequence.length
 
+    def set_aside(self, sequence: Sequence) -> bool:
+        """Has the next plan keep a preempted sequence's state beside its copy, where it has one; False where
+        there is no place for it."""
+        return self.states is None or self.states.set_aside(sequence)
+
     def state_moves(self, rows: Iterable[tuple[Sequence, InferenceSegment]]) -> tuple[StateMove, ...]:
         """States that a plan with these rows begins with, for sequences that no plan has named, and keeps."""
-        moves: list[StateMove] = []
-        for sequence, segment in rows if self.states is not None else ():
-            if self.states is None or not self._takes_part(sequence):
-                continue
+        if self.states is None:
+            return ()
+        moves = self.states.take_leaving()
+        for sequence, segment in rows:
             if sequence.told is None and segment.start:
                 moves.append(self.states.begin(sequence))
             end = segment.start + segment.length
-            if is_kept(sequence, end, self._pages.page_size):
+            if self._takes_part(sequence) and is_kept(sequence, end, self._pages.page_size):
                 moves += self.states.keep(sequence, self._name(sequence, end // self._pages.page_size - 1))
         return tuple(moves)
 

@@ -250,7 +250,7 @@ class RequestQueues:
         first, size = cache.prefixes.common(sequence), cache.pages.page_size
         end = cache.pages.pages_for(sequence.virtual + sequence.computed)
         start = max(first * size - sequence.virtual, 0)
-        if cache.swapping.is_worth(sequence, start, end - first, now):
+        if cache.swapping.is_worth(sequence, start, end - first, now) and cache.prefixes.set_aside(sequence):
             cache.swapping.write(sequence, first, end)
             cache.prefixes.held.hold(sequence, first)
 
@@ -273,6 +273,8 @@ class RequestQueues:
             cache = self.caches.of(sequence)
             cache.swapping.drop(sequence)
             cache.prefixes.held.let_go(sequence.key)
+            if cache.prefixes.states is not None:
+                cache.prefixes.states.forget(sequence)
             sequence.computed = sequence.computed if sequence.pages else 0
 
     def retire(self, sequence: Sequence, reason: FinishReason) -> None:

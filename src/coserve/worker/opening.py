@@ -267,11 +267,11 @@ def _make(
 
 def _states(base: Base, config: EngineConfig) -> StateStore | None:
     """The states of recurrent layers, of as many sequences as run at once, and half as many of beginnings
-    that prompts share; None without such layers."""
+    that prompts share and of preempted sequences; None without such layers."""
     if not base.mixers:
         return None
     try:
-        slots = config.max_running // 2 if config.prefix_sharing else 0
+        slots = -(-config.max_running // 2) if config.prefix_sharing or config.swap_nbytes else 0
         return StateStore([mixer.shapes for mixer in base.mixers], config.max_running, base.device, slots)
     except RuntimeError as error:  # torch is out of memory
         raise ConfigError(
@@ -283,8 +283,9 @@ def _elsewhere(
     base: Base, attention: AttentionBackend[Any], config: EngineConfig
 ) -> tuple[SwapSpace | None, OffloadedCache | None, str]:
     """Pages of preempted sequences and of longer ones in one page store; and why none of the latter."""
-    if base.mixers:
-        return None, None, "the states of its recurrent layers stay on the device"
+    on_device = "the states of its recurrent layers stay on the device"
+    if not attention.page_nbytes:  # none of its layers attends
+        return None, None, on_device
     if not config.swap_nbytes:
         return None, None, "engine.swap_space has no room for pages elsewhere"
     try:
@@ -293,6 +294,8 @@ def _elsewhere(
         _log.warning("preempted sequences are computed again, and longer prompts refused: %s", error)
         return None, None, str(error)
     swap_space = SwapSpace({CopyKind.PAGES: attention}, store, base.device)
+    if base.mixers:
+        return swap_space, None, on_device
     if config.deterministic:
         return swap_space, None, "the deterministic mode attends to pages alone"
     offloaded = OffloadedCache(base.caches, attention.page_size, base.dtype, store, base.device)

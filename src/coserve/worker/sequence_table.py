@@ -164,10 +164,14 @@ class SequenceTable:
             if self.states is not None and not move.keeps:
                 self.states.begin(self._rows[move.key], move.slot)
 
-    def keep_states(self, moves: Iterable[StateMove]) -> None:
-        """Keeps states of sequences."""
+    def keep_states(
+        self, moves: Iterable[StateMove], segments: Iterable[InferenceSegment], leaving: bool = False
+    ) -> None:
+        """Keeps states of the segments' sequences; where they are `leaving`, of all others, which are
+        preempted."""
+        here = {segment.key for segment in segments} if self.states is not None else ()
         for move in moves:
-            if self.states is not None and move.keeps:
+            if self.states is not None and move.keeps and (move.key in here) is not leaving:
                 self.states.keep(self._rows[move.key], move.slot)
 
     def pass_states(

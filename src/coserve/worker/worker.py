@@ -165,7 +165,7 @@ class Worker:
                 _log.warning("training is paused: %s", failure)
             if plan.idle:
                 time.sleep(min(plan.idle, _NAP))
-            self.table.keep_states(plan.states)
+            self.table.keep_states(plan.states, plan.inference)
             outputs = self._training.outputs(trained)
             with span("optimizer steps", len(plan.updates)) if plan.updates else nullcontext():
                 updated, failed = self._training.update(plan.updates)
@@ -236,6 +236,7 @@ class Worker:
             what = f"filling pages with the virtual tokens of adapter {prefix.adapter}"
             with failing_alone(what, partial(self._unfilled.__setitem__, prefix.adapter)):
                 self.fused.fill(prefix)
+        self.table.keep_states(plan.states, plan.inference, leaving=True)
         used = [self.table.release(key) for key in plan.released]
         fresh = (segment.adapter for segment in plan.inference if segment.request is not None)
         for adapter in (*used, *fresh):

@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
-from transformers.models.mamba.modeling_mamba import causal_conv1d_update, mamba_selective_state_update
+from transformers.models.mamba.modeling_mamba import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    mamba_selective_state_update,
+)
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNormGated,
@@ -298,3 +302,66 @@ def test_rows_of_mamba_2_and_their_gradients() -> None:
         for found in (results(recurrent.selective_rows, given, seed), results(own, given, seed)):
             for got, want in zip(found, exact, strict=True):
                 assert_near(got, want, near, 1e-6)
+
+
+def check_rows_of_a_convolution(with_silu: bool, seed: int) -> None:
+    batch, channels, rows = DRAWS.choice([1, 3]), DRAWS.choice([1, 7, 64, 300]), DRAWS.choice([1, 2, 3, 21])
+    weight = drawn(channels, DRAWS.choice([2, 4, 8]))
+    bias = DRAWS.choice([None, drawn(channels)])
+    x = DRAWS.choice([drawn(batch, rows + 1, channels)[:, 1:].mT, drawn(batch, channels, rows)])
+    assert recurrent.takes_conv_rows(x, weight, bias)
+
+    def kernel(x: Tensor) -> tuple[Tensor]:
+        return (recurrent.conv_rows(x, weight, bias, with_silu),)
+
+    def own(x: Tensor) -> tuple[Tensor]:
+        return (causal_conv1d_fn(x, weight, bias, "silu" if with_silu else None),)
+
+    def twin(x: Tensor) -> tuple[Tensor]:
+        return (plain.conv_rows(x, weight.double(), None if bias is None else bias.double(), with_silu),)
+
+    exact = results(twin, [x.double()], seed)
+    for found in (results(kernel, [x], seed), results(own, [x], seed)):
+        for got, want in zip(found, exact, strict=True):
+            assert_near(got, want, NEAR[numbers.dtype], 1e-3)  # one number may be next to nothing
+    cut = DRAWS.randint(1, rows)
+    assert torch.equal(kernel(x[..., :cut])[0], kernel(x)[0][..., :cut])
+
+
+@pytest.mark.parametrize("with_silu", [False, True])
+def test_rows_of_a_convolution_and_their_gradients(with_silu: bool) -> None:
+    """Channels lie side by side, or rows do; rows are as those of a sequence that ends there."""
+    for seed in range(TRIES):
+        check_rows_of_a_convolution(with_silu, seed)
+
+
+def check_gradients_of_a_norm(is_gated_first: bool, seed: int) -> None:
+    rows, groups, size = DRAWS.choice([1, 2, 70]), 1 + is_gated_first * 2, DRAWS.choice([1, 7, 64])
+    width = groups * size
+    x, gate = drawn(1, rows, width), drawn(1, rows, width + 3)[..., :-3]
+    module = BambaRMSNormGated(width, size, 1e-5) if is_gated_first else Qwen3_5RMSNormGated(width, 1e-5)
+    module.weight.copy_(torch.randn(width))
+    weight = module.to(numbers.dtype).requires_grad_(False).weight
+    assert recurrent.takes_gated(x, gate, weight)
+
+    def kernel(x: Tensor, gate: Tensor) -> tuple[Tensor]:
+        return (recurrent.rms_norm_gated(x, gate, weight, groups, 1e-5, is_gated_first),)
+
+    def own(x: Tensor, gate: Tensor) -> tuple[Tensor]:
+        return (module(x, gate),)
+
+    def twin(x: Tensor, gate: Tensor) -> tuple[Tensor]:
+        v = (x * F.silu(gate) if is_gated_first else x).unflatten(-1, (groups, size))
+        normed = (v * (v.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).flatten(2) * weight.double()
+        return (normed if is_gated_first else normed * F.silu(gate),)
+
+    exact = results(twin, [x.double(), gate.double()], seed)
+    for found in (results(kernel, [x, gate], seed), results(own, [x, gate], seed)):
+        for got, want in zip(found, exact, strict=True):
+            assert_near(got, want, NEAR[numbers.dtype], 1e-3)  # of one number nearly no gradient is left
+
+
+@pytest.mark.parametrize("is_gated_first", [False, True])
+def test_gradients_of_a_norm_with_a_gate(is_gated_first: bool) -> None:
+    for seed in range(TRIES):
+        check_gradients_of_a_norm(is_gated_first, seed)

@@ -54,6 +54,32 @@ def test_a_slot_holds_what_its_name_says_until_nobody_waits_for_it() -> None:
         assert found > 20
 
 
+def test_a_state_set_aside_stays_until_its_sequence_begins_or_forgets_it() -> None:
+    """However many others are kept meanwhile; its place is then free again, before those with names."""
+    kept, first, second = KeptStates(3), sequence(1, 40), sequence(2, 40)
+    assert kept.set_aside(first) and kept.set_aside(second)
+    moves = kept.take_leaving()
+    assert [move.key for move in moves] == [1, 2] and not kept.take_leaving()
+    kept.written(moves, [])
+    for key in range(3, 9):
+        kept.written(kept.keep(sequence(key, 40), bytes([key])), [])
+        assert bytes([key]) in kept
+    third = sequence(9, 40)
+    kept.hold(third, bytes([8]))
+    assert not kept.set_aside(sequence(10, 40)), "all places are in use"
+    assert kept.set_aside(third) and not kept.take_leaving(), "it has not begun with the state that it held"
+    kept.let_go(third)
+    assert not kept.keep(sequence(11, 40), b"other"), "it is held for the copy"
+    kept.bring_back(first)
+    assert kept.begin(first) == StateMove(1, moves[0].slot, False)
+    kept.forget(second)
+    for key in (12, 13):
+        kept.written(kept.keep(sequence(key, 40), bytes([key])), [])
+    assert bytes([8]) in kept, "free places come first"
+    kept.forget(third)
+    assert bytes([8]) in kept, "others may find it"
+
+
 def test_prompts_are_cut_where_states_are_kept() -> None:
     for prompt in (5, 63, 100, 512, 513, 1040, 1300):
         own, cuts = sequence(0, prompt), []

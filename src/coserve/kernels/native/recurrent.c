@@ -384,3 +384,45 @@ void rms_norm_gated(const number *x, const number *gate, i64 gate_stride, const 
             }
         }
 }
+
+INLINE float silu_slope(float x) {
+    float share = 1.0f / (1.0f + exponential(-x));
+    return share * (1.0f + x * (1.0f - share));
+}
+
+// The gradients of `rms_norm_gated` for x and the gate, dense [rows, groups, size], of that for its output. The weight is
+// frozen.
+void rms_norm_gated_back(const number *grad, const number *x, const number *gate, i64 gate_stride, const number *w,
+                         number *dx, number *dgate, i64 rows, i64 groups, i64 size, float eps, int is_gated_first,
+                         int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *v = malloc(sizeof(float) * (size_t)(2 * size)), *e = v + size;  // what is normed; the gradient of that normed
+#pragma omp for collapse(2)
+        for (i64 i = 0; i < rows; i++)
+            for (i64 g = 0; g < groups; g++) {
+                i64 at = (i * groups + g) * size;
+                const number *from = x + at, *by = gate + i * gate_stride + g * size, *of = grad + at;
+                const number *weight = w + g * size;
+                float squares = 0.0f, products = 0.0f;
+#pragma omp simd reduction(+ : squares, products)
+                for (i64 j = 0; j < size; j++) {
+                    float open = silu(widen(by[j]));
+                    v[j] = widen(from[j]) * (is_gated_first ? open : 1.0f);
+                    e[j] = widen(of[j]) * widen(weight[j]) * (is_gated_first ? 1.0f : open);
+                    squares += v[j] * v[j];
+                    products += v[j] * e[j];
+                }
+                float scale = 1.0f / sqrtf(squares / (float)size + eps);
+                float owed = products * scale * scale * scale / (float)size;
+#pragma omp simd
+                for (i64 j = 0; j < size; j++) {
+                    float own = e[j] * scale - v[j] * owed, opening = silu_slope(widen(by[j]));
+                    float normed = rounded(rounded(v[j] * scale) * widen(weight[j]));
+                    dx[at + j] = narrow(is_gated_first ? own * silu(widen(by[j])) : own);
+                    dgate[at + j] = narrow((is_gated_first ? own * widen(from[j]) : widen(of[j]) * normed) * opening);
+                }
+            }
+        free(v);
+    }
+}

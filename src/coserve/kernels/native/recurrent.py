@@ -5,12 +5,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from coserve.kernels.native import ops
 from coserve.kernels.native.build import NUMBERS, kernels
 from coserve.kernels.recurrent import StatePlaces
 
 _MOST: Final = 1024  # keys, values and states of a head; as in recurrent.c
+_WIDEST: Final = 8  # columns of a convolution of several rows; as in conv_rows.c
 _LANES: Final = 16  # multiples of values that have gradients: a register of AVX-512, or two of AVX2
 _EVERY: Final = 16  # rows, between two states that are kept for their gradients
 
@@ -32,6 +34,55 @@ def conv_update(
         channels, weight.shape[1], with_silu, ops.threads(rows * channels * weight.shape[1]),
     )  # fmt: skip
     return y
+
+
+def takes_conv_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Tells whether `conv_rows` reads these, arguments as there; weight and bias are frozen."""
+    frozen = (weight,) if bias is None else (weight, bias)
+    return (
+        ops.fit(*frozen)
+        and type(x) is Tensor
+        and x.is_cpu
+        and x.dtype is weight.dtype
+        and weight.is_contiguous()
+        and weight.shape[1] <= _WIDEST
+        and not any(one.requires_grad for one in frozen)
+        and kernels(x.dtype) is not None
+    )
+
+
+def conv_rows(x: Tensor, weight: Tensor, bias: Tensor | None, with_silu: bool) -> Tensor:
+    """See the twin. Sums are rounded before SiLU. Of a row's channels, which lie side by side in what
+    projections give, a register has several."""
+    rows = x.mT if x.stride(1) == 1 else x.mT.contiguous()
+    y: Tensor = _ConvRows.apply(rows, weight, bias, with_silu)  # type: ignore[no-untyped-call]
+    return y.mT
+
+
+class _ConvRows(torch.autograd.Function):
+    """`conv_rows` of x [n, rows, channels], whose sums are computed again on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, with_silu: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.with_silu = with_silu
+        y = x.new_empty(x.shape)
+        ops.loaded(x).conv_rows(
+            x.data_ptr(), *x.stride()[:2], weight.data_ptr(), _address(bias), y.data_ptr(), *x.shape,
+            weight.shape[1], with_silu, ops.threads(x.numel() * weight.shape[1]),
+        )  # fmt: skip
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (x, weight, bias), grad = ctx.saved_tensors, gradients[0].contiguous()
+        dx = torch.empty_like(grad)
+        ops.loaded(x).conv_rows_back(
+            x.data_ptr(), *x.stride()[:2], weight.data_ptr(), _address(bias), grad.data_ptr(), dx.data_ptr(),
+            *x.shape, weight.shape[1], ctx.with_silu, ops.threads(x.numel() * weight.shape[1]),
+        )  # fmt: skip
+        return dx, None, None, None
 
 
 def takes_delta(
@@ -182,20 +233,46 @@ def selective_update(
     return y
 
 
+def takes_gated(x: Tensor, gate: Tensor, weight: Tensor) -> bool:
+    """Tells whether `rms_norm_gated` reads these, arguments as there."""
+    return ops.fit(x, gate, weight) and not weight.requires_grad and kernels(x.dtype) is not None
+
+
 def rms_norm_gated(
     x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float, is_gated_first: bool
 ) -> Tensor:
-    """x [..., width] over the root mean square of each of its `groups`, times weight [width] and silu(gate),
-    gate of x's shape; the gate multiplies before the rest where it `is_gated_first`. Rounded as the norms of
-    Mamba 2 and of gated delta networks are."""
-    x, (rows, width) = x.contiguous(), (x.shape[:-1].numel(), x.shape[-1])
-    gate = gate.reshape(rows, width)
-    y = torch.empty_like(x)
-    ops.loaded(x).rms_norm_gated(
-        x.data_ptr(), gate.data_ptr(), gate.stride(0), weight.data_ptr(), y.data_ptr(), rows, groups,
-        width // groups, eps, is_gated_first, ops.threads(x.numel()),
-    )  # fmt: skip
+    """x [..., width] over the root mean square of each of its `groups`, times weight [width], which is
+    frozen, and silu(gate), gate of x's shape; the gate multiplies before the rest where it `is_gated_first`.
+    Rounded as the norms of Mamba 2 and of gated delta networks are. Has gradients."""
+    kind = groups, eps, is_gated_first
+    y: Tensor = _GatedNorm.apply(x.contiguous(), gate.reshape(-1, x.shape[-1]), weight, kind)  # type: ignore[no-untyped-call]
     return y
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        x, gate, weight, (groups, eps, is_gated_first) = given
+        ctx.save_for_backward(x, gate, weight)
+        ctx.kind = given[3]
+        y, width = torch.empty_like(x), x.shape[-1]
+        ops.loaded(x).rms_norm_gated(
+            x.data_ptr(), gate.data_ptr(), gate.stride(0), weight.data_ptr(), y.data_ptr(), len(gate), groups,
+            width // groups, eps, is_gated_first, ops.threads(x.numel()),
+        )  # fmt: skip
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (x, gate, weight), (groups, eps, is_gated_first) = ctx.saved_tensors, ctx.kind
+        grad, dx, dgate = gradients[0].contiguous(), torch.empty_like(x), gate.new_empty(gate.shape)
+        ops.loaded(x).rms_norm_gated_back(
+            grad.data_ptr(), x.data_ptr(), gate.data_ptr(), gate.stride(0), weight.data_ptr(), dx.data_ptr(),
+            dgate.data_ptr(), len(gate), groups, x.shape[-1] // groups, eps, is_gated_first,
+            ops.threads(x.numel()),
+        )  # fmt: skip
+        return dx, dgate, None, None
 
 
 def _holds(places: StatePlaces, *floats: Tensor) -> bool:
