@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, Final
 
 from coserve.core.request import SLO
-from coserve.plan.rows import PlanRequest, make_plan
+from coserve.plan.rows import PlanRequest, Recipes, make_plan
 from coserve.plan.subject import subject_of
 from coserve.simulate.hardware import Roofline, hardware_named
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
@@ -22,7 +22,7 @@ from coserve.workload.shapes import shape_named
 from coserve.workload.trace_formats import TraceRow
 
 Series = dict[str, list[Any]]
-METHODS: Final = {
+METHODS: Final[Recipes] = {
     "lora": [{"type": "lora", "rank": 8}],
     "ia3": [{"type": "ia3"}],
     "bottleneck": [{"type": "bottleneck"}],
