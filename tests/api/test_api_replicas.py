@@ -343,7 +343,6 @@ def test_a_run_of_tinker_clients_tells_other_servers_where_it_is(tmp_path: Path)
             await there.post("forward_backward", passed(run, 1), **proto),
             await there.post("save_weights", {**step, "path": "x"}),
             await there.post("unload_model", {"model_id": run}),
-            await there.post("retrieve_future", {"request_id": f"{run}:0"}),
         ]
         for reply in tried:
             assert reply.status_code == 409, reply.text

@@ -26,6 +26,8 @@ async def following(state: State, artifacts: SharedArtifacts) -> AsyncIterator[N
         part, key, *_ = name.split("/")
         if part == "jobs":
             return not state.job_controller.trains(key)
+        if part == "batches":
+            return False  # one that has ended has no copy
         if part not in ("adapters", "tinker"):
             return True
         stats = state.link.stats

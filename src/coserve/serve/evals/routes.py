@@ -30,7 +30,6 @@ from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.routes.files import find_file, unknown_cursor
 from coserve.serve.state import Shared, State
-from coserve.serve.store.evals import UNFINISHED
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Page, Tenant
 from coserve.train.grading.asking import message_template, models_asked
@@ -200,7 +199,7 @@ async def retrieve_run(eval_id: str, run_id: str, caller: Caller, state: Shared)
 async def cancel_run(eval_id: str, run_id: str, caller: Caller, state: Shared) -> Response:
     """Ends a run; its outcomes so far stay."""
     run = await _find_run(state, caller, eval_id, run_id)
-    if not await state.store.evals.move(run.id, UNFINISHED, "canceled"):
+    if not await state.store.evals.cancel(run.id):
         raise ApiError(409, f"The run {run_id} is over already.", code="run_is_over")
     return await _told(state, caller, _run(await _find_run(state, caller, eval_id, run_id)))
 

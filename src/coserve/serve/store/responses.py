@@ -1,6 +1,6 @@
 """Rows of responses and conversations, and of the items of both."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from sqlalchemy import ColumnElement, delete, func, literal, select, update
@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session, aliased
 
 from coserve.errors import PromptTooLong
 from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import ConversationRecord, ItemRecord, Page, ResponseRecord
 
@@ -24,8 +25,8 @@ class ResponseStore:
     response under way are in its conversation once it has ended.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
-        self._database, self._clock, self._quotas = database, clock, quotas
+    def __init__(self, database: Database, quotas: Quotas, leases: Leases) -> None:
+        self._database, self._quotas, self._leases = database, quotas, leases
 
     async def check_room(self, tenant: str) -> None:
         """Raises QuotaExceeded where the tenant may keep nothing more."""
@@ -45,9 +46,11 @@ class ResponseStore:
         await self._database.write(write)
 
     async def end(self, row: ResponseRecord, output: Sequence[ItemRecord]) -> bool:
-        """Stores the end of a response that is under way; False where it is not any more."""
+        """Stores the end of a response that this server makes; False where it is not under way any more.
+        Raises LeaseLost where another server has taken it."""
 
         def write(session: Session) -> bool:
+            self._leases.require(session, "response", row.id)
             is_own = ResponseRecord.id == row.id, ResponseRecord.status.in_(UNDER_WAY)
             found = session.scalar(select(ResponseRecord).where(*is_own))
             if found is None:

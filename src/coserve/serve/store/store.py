@@ -29,7 +29,7 @@ from coserve.errors import StateError
 from coserve.serve.artifacts.local import ArtifactStore, LocalArtifacts
 from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.audit import AuditStore
-from coserve.serve.store.batches import BatchStore
+from coserve.serve.store.batches import INPUT, UNENDED, BatchStore
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.evals import EvalStore
 from coserve.serve.store.files import MOST_EXPIRED, FileStore
@@ -43,7 +43,14 @@ from coserve.serve.store.permissions import PermissionStore
 from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import Adapter, CheckpointRecord, File, JobRecord, TinkerCheckpoint
+from coserve.serve.store.records import (
+    Adapter,
+    BatchRecord,
+    CheckpointRecord,
+    File,
+    JobRecord,
+    TinkerCheckpoint,
+)
 from coserve.serve.store.responses import ResponseStore
 from coserve.serve.store.retention import RetentionStore
 from coserve.serve.store.stored_chats import ChatStore
@@ -55,7 +62,13 @@ from coserve.serve.store.usage import UsageStore
 
 def artifacts_of_rows(session: Session) -> dict[str, set[str]]:
     """As `Store.named_artifacts`."""
-    known: dict[str, set[str]] = {"adapters": set(), "tinker": set(), "files": set(), "jobs": set()}
+    known: dict[str, set[str]] = {
+        "adapters": set(),
+        "tinker": set(),
+        "files": set(),
+        "jobs": set(),
+        "batches": set(),
+    }
     for part, paths in (
         ("adapters", Adapter.path),
         ("tinker", TinkerCheckpoint.path),
@@ -63,6 +76,8 @@ def artifacts_of_rows(session: Session) -> dict[str, set[str]]:
     ):
         known[part] |= {str(path) for path in session.scalars(select(paths))}
     known["files"] |= {f"files/{id}{suffix}" for id, suffix in session.execute(select(File.id, File.suffix))}
+    unended = select(BatchRecord.id).where(BatchRecord.status.in_(UNENDED))
+    known["batches"] = {f"batches/{id}/{INPUT}" for id in session.scalars(unended)}
     for id in session.scalars(select(JobRecord.id).where(JobRecord.status.in_(UNFINISHED))):
         known["jobs"] |= {f"jobs/{id}/{origin}" for origin in ("start", "teacher")}
     return known
@@ -103,14 +118,16 @@ class Store:
         self.files = FileStore(self._database, clock, quotas, self.creations, self._put_file)
         self.jobs = JobStore(self._database, clock, quotas, self.creations, self.leases)
         self.uploads = UploadStore(self._database, clock, quotas, self._put_file)
-        self.batches = BatchStore(self._database, clock, quotas, self.creations, self._put_file)
+        self.batches = BatchStore(self._database, clock, quotas, self.creations, self._put_file, self.leases)
         self.job_events = JobEventStore(self._database, clock, self.path_of, self.leases)
         self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations, self.artifacts)
-        self.evals = EvalStore(self._database, clock, quotas)
+        self.evals = EvalStore(self._database, clock, quotas, self.leases)
         self.permissions = PermissionStore(self._database, clock, quotas)
         self.tinker_sessions = TinkerSessionStore(self._database, quotas)
-        self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas, self.artifacts)
-        self.responses = ResponseStore(self._database, clock, quotas)
+        self.tinker_checkpoints = TinkerCheckpointStore(
+            self._database, self.folder, quotas, self.artifacts, self.leases
+        )
+        self.responses = ResponseStore(self._database, quotas, self.leases)
         self.chats = ChatStore(self._database, clock, quotas)
         self.usage = UsageStore(self._database, self.folder / "usage", clock)
         self.audit = AuditStore(self._database, clock)

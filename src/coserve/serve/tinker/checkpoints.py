@@ -125,7 +125,7 @@ async def add_checkpoint(
     try:
         await asyncio.to_thread(_place, source, folder, copied)
         row.path, row.bytes = store.path_of(folder), await asyncio.to_thread(bytes_in, folder)
-        before = await store.tinker_checkpoints.add(row, replace)
+        before = await store.tinker_checkpoints.add(row, replace, copied)
     except FileExistsError:
         await store.artifacts.discard(folder)
         if copied:

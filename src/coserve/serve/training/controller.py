@@ -376,7 +376,8 @@ class JobController:
             case JobStep():
                 await self._store.job_events.stepped(mark, news)
             case JobCheckpoint():
-                await self._store.job_events.checkpointed(mark, news)
+                if (replaced := await self._store.job_events.checkpointed(mark, news)) is not None:
+                    await self._store.artifacts.discard(self._store.folder / replaced)
                 await self._drop_resume_state(news.job, keep=_GOOD_CHECKPOINTS)
             case JobEnded():
                 self._inside.discard(news.job)

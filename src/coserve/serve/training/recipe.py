@@ -163,6 +163,7 @@ async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
         threshold=wanted.early_stopping_threshold,
         validated={step: cost for step, cost in costs if cost is not None},
         base=base,
+        attempt=store.leases.fence("job", job.id),
     )
 
 
