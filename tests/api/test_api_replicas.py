@@ -355,6 +355,7 @@ def test_a_run_of_tinker_clients_tells_other_servers_where_it_is(tmp_path: Path)
         await leases.renew()
         for follow in leases.on_renewed:
             await follow(frozenset())
+        print("HELD", leases._held, a.app.state.tinker.runs._open, a.app.state.tinker.runs._opening)
         gone = await there.post("get_info", {"model_id": run})
         assert gone.status_code == 404 and "make a new one from a saved state" in gone.text
 

@@ -92,7 +92,7 @@ async def _sweep(state: State, artifacts: SharedArtifacts) -> None:
                 await artifacts.adopt()
                 is_adopted = True
             for part, known in (await state.store.named_artifacts()).items():
-                await artifacts.sweep(part, known)
+                await artifacts.sweep(part, known, state.store.clock())
             pause = SWEEP_SECONDS
         except CoserveError as error:
             log.warning("artifacts are looked through later: %s", error)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import shutil
-import time
 from collections.abc import AsyncIterator, Container, Mapping, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -98,7 +97,7 @@ class Batches:
 
     async def cancel(self, batch: BatchRecord) -> BatchRecord | None:
         """Ends a batch, with the results that it has so far. Returns its row, None if it ends already."""
-        found = await self.state.store.batches.cancel(batch.id, int(time.time()))
+        found = await self.state.store.batches.cancel(batch.id, self._now())
         if found is None:
             return None
         if (running := self._under_way.get(batch.id)) is not None:
@@ -155,7 +154,7 @@ class Batches:
         turn = self._turns.of(batch.tenant)
         if in_turn:
             try:
-                await asyncio.wait_for(turn.acquire(), max(batch.expires - time.time(), 0.0))
+                await asyncio.wait_for(turn.acquire(), max(batch.expires - self.state.store.clock(), 0.0))
             except TimeoutError:
                 in_turn = False
         try:
@@ -189,13 +188,13 @@ class Batches:
                 await self._refuse(batch, total)
                 return
             await store.batches.advance(id, UNENDED, total=total)
-            await store.batches.advance(id, ("validating",), status="in_progress", began=int(time.time()))
+            await store.batches.advance(id, ("validating",), status="in_progress", began=self._now())
             batch = await store.batches.get(tenant, id) or batch
         opened = await self._threads.run(tenant, self._open, batch, folder)
         self._under_way[id] = opened
         if batch.cancelling is not None:
             opened.ends = "cancelled"
-        elif time.time() >= batch.expires:
+        elif self.state.store.clock() >= batch.expires:
             opened.ends = "expired"
         try:
             await self._advance(batch, owner, opened, input)
@@ -230,7 +229,7 @@ class Batches:
 
     async def _look(self, batch: BatchRecord, running: _RunningBatch) -> None:
         """Ends a batch whose time is over, or whose results exceed its tenant's room."""
-        if time.time() >= batch.expires:
+        if self.state.store.clock() >= batch.expires:
             self._end_work(running, "expired")
         try:
             size = running.output.size + running.errors.size
@@ -265,6 +264,9 @@ class Batches:
             raise errors.exceptions[0] from None
         finally:
             reader.close()
+
+    def _now(self) -> int:
+        return int(self.state.store.clock())
 
     def _running(self) -> int:
         return _AT_ONCE if self.state.link.hello is None else self.state.link.hello.max_running
@@ -327,7 +329,11 @@ class Batches:
 
     async def _finish(self, batch: BatchRecord, running: _RunningBatch) -> None:
         """Makes files of the results, and ends the batch."""
-        batches, status, now = self.state.store.batches, running.ends or "completed", int(time.time())
+        batches, status, now = (
+            self.state.store.batches,
+            running.ends or "completed",
+            self._now(),
+        )
         if not running.ends:
             await batches.advance(batch.id, UNENDED, status="finalizing", finalizing=now)
         files, results = list[File](), (running.output, running.errors)
@@ -361,7 +367,7 @@ class Batches:
         code, message = "empty_file", "The input file holds no requests."
         if total:
             code, message = "too_many_requests", f"The input file holds more than {MOST_LINES} requests."
-        now, said = int(time.time()), _said(code, message)
+        now, said = self._now(), _said(code, message)
         await self.state.store.batches.advance(batch.id, UNENDED, status="failed", ended=now, errors=said)
         await self._clear(batch.id)
 
@@ -369,7 +375,7 @@ class Batches:
         """A file of results. Its id follows from the batch's and the lease, so that another attempt of this
         server has the same, and one of another server has not."""
         fence = self.state.store.leases.fence("batch", batch.id)
-        now, id = int(time.time()), of_attempt(batch.id.rpartition("_")[2] + letter, fence)
+        now, id = self._now(), of_attempt(batch.id.rpartition("_")[2] + letter, fence)
         name = f"{batch.id}_{'output' if letter == 'o' else 'error'}.jsonl"
         expires = None if batch.life is None else now + batch.life
         return File(f"file-{id}", batch.tenant, name, "batch_output", size, now, ".jsonl", expires=expires)

@@ -1,7 +1,6 @@
 """`/v1/evals`: graders over data, with or without a model that answers."""
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -61,7 +60,7 @@ async def create_eval(body: EvalRequest, caller: Caller, state: Shared) -> Respo
         new_id("eval"),
         caller.id,
         body.name or "Eval",
-        int(time.time()),
+        int(state.store.clock()),
         body.data_source_config.model_dump(),
         [dict(one) for one in body.testing_criteria],
         labels=body.metadata,
@@ -148,7 +147,7 @@ async def create_run(eval_id: str, body: EvalRunRequest, caller: Caller, state: 
         caller.id,
         found.id,
         body.name or "Run",
-        int(time.time()),
+        int(state.store.clock()),
         "queued",
         asked.model_dump(by_alias=True, exclude_none=True),
         {"counts": {}, "criteria": {}, "models": {}},

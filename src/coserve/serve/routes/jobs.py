@@ -1,7 +1,6 @@
 """`/v1/fine_tuning`: OpenAI's fine-tuning API, and the validation of jobs."""
 
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Annotated, Any
@@ -134,7 +133,7 @@ async def _asked(
         model=model.name if state.catalog.alias_of(body.model) else body.model,
         name=_name_of(model, caller, body.suffix, id),
         base=model.base,
-        created=int(time.time()),
+        created=int(state.store.clock()),
         training_file=training.id,
         validation_file=body.validation_file,
         seed=seed,

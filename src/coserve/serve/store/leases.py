@@ -57,8 +57,8 @@ class Leases:
         return self.note(kind, subject, fence)
 
     async def claim_left(self, kind: str, subject: str) -> bool:
-        """Takes a lease that its owner did not give back before its end came, or that an earlier start of this
-        server had; False for any other."""
+        """Takes a lease that its owner did not give back before its end came, or that an earlier start of
+        this server had; False for any other."""
 
         def write(session: Session) -> int | None:
             found = session.get(LeaseRecord, (kind, subject))

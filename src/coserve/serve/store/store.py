@@ -16,7 +16,6 @@ command line) may read, and add keys.
 
 import asyncio
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -95,13 +94,14 @@ class Store:
     def __init__(
         self,
         folder: Path,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         quotas: Quotas | None = None,
         artifacts: ArtifactStore | None = None,
         database: str = "",
         owner: str = "",
     ) -> None:
-        """`database` is the URL of one that several servers share, `owner` this one's name in its leases."""
+        """`database` is the URL of one that several servers share, `owner` this one's name in its leases.
+        `clock` is the database's unless given."""
         self.folder = folder.resolve()
         self.artifacts = artifacts or LocalArtifacts()
         try:
@@ -110,6 +110,7 @@ class Store:
         except OSError as error:
             raise StateError(f"the state folder {self.folder} cannot be used: {error.strerror}") from error
         self._database = open_database(self.folder, database)
+        self.clock = clock = clock or self._database.clock
         quotas = quotas or Quotas()
         self.leases = Leases(self._database, owner or new_id("server"))
         self.tenants = TenantStore(self._database, clock)

@@ -1,6 +1,5 @@
 """Training runs: each is a session of the engine, which its client opens and closes."""
 
-import time
 from collections.abc import Callable, Coroutine, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,8 +58,8 @@ class Runs:
         )
 
     async def check_here(self, tenant: Tenant, id: str) -> None:
-        """Raises ApiError 409 for a run of the tenant that is open on another server. One whose server is gone
-        is lost from then on, here and there."""
+        """Raises ApiError 409 for a run of the tenant that is open on another server. One whose server is
+        gone is lost from then on, here and there."""
         if (tenant.id, id) in self._open or id in self._opening:
             return
         store = self._state.store
@@ -184,7 +183,7 @@ class Runs:
     async def _note_lost(self, tenant: str, id: str, why: str) -> str:
         """Notes that a run is lost; returns the reason, which names its newest saved state."""
         kept = self._state.store.tinker_checkpoints
-        rows, _ = await kept.page(tenant, time.time(), id)
+        rows, _ = await kept.page(tenant, self._state.store.clock(), id)
         newest = next((row.tinker_path for row in rows if row.kind == "weights"), None)
         remedy = "it has saved no state, so begin anew"
         if newest is not None:
@@ -222,7 +221,7 @@ class Runs:
         most = self._state.settings.max_jobs_tenant
         if sum(owner == tenant.id for owner, _ in self._open) >= most:
             raise ApiError(429, f"You have {most} open training runs: unload some.", code="quota_exceeded")
-        now = int(time.time())
+        now = int(self._state.store.clock())
         row = TinkerRun(id, tenant.id, session, base.name, lora, now, now, metadata)
         if not await self._state.store.tinker_sessions.add(row):
             raise ApiError(400, f"There was a training run '{id}' before; make one with another number.")
@@ -247,8 +246,8 @@ def _elsewhere(id: str) -> ApiError:
     """The error for a run of another server. Clients send requests again after it."""
     return ApiError(
         409,
-        f"The training run '{id}' is open on another server of this service: a router has to send a session's "
-        "requests to the server that began its runs.",
+        f"The training run '{id}' is open on another server of this service: a router has to send a "
+        "session's requests to the server that began its runs.",
         param="model_id",
         code="run_elsewhere",
     )

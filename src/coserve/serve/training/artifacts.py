@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +24,7 @@ _LEFT_OUT: Final = ("total_steps", "labels")
 
 
 class Artifacts:
-    """Stores the results of successful jobs. Names derive from the id of a job and its lease: a second attempt
+    """Stores the results of successful jobs. Names derive from a job's id and its lease: a second attempt
     of one server finds the first one's files, and no server changes what another one has published."""
 
     def __init__(self, store: Store) -> None:
@@ -45,7 +44,7 @@ class Artifacts:
             await asyncio.to_thread(check, trained)
             await asyncio.to_thread(copy_adapter, trained, folder, sys.maxsize)
         await self._store.artifacts.put(folder)
-        now = int(time.time())
+        now = int(self._store.clock())
         path = self._store.path_of(folder)
         adapter = Adapter(id, job.name, path, job.base, now, job.tenant, job.model, job.id)
         adapter.bytes = await asyncio.to_thread(bytes_in, folder)
