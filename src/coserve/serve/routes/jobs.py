@@ -317,7 +317,7 @@ async def list_events(
     """Lists what happened to a job, the newest first. Events of type `metrics` hold an optimizer step's
     figures."""
     job = await find_job(state, caller, job_id)
-    page = await state.store.jobs.events(job.id, after, limit)
+    page = await state.store.job_history.events(job.id, after, limit)
     if page is None:
         raise unknown_cursor(after)
     shown = [WrittenJson(written_later(_event, event)) for event in page.records]
@@ -335,7 +335,7 @@ async def list_checkpoints(
 ) -> Response:
     """A job's adapter at several steps, the newest first. Each can be sampled while the job runs."""
     job = await find_job(state, caller, job_id)
-    page = await state.store.jobs.checkpoints(job.id, after, limit)
+    page = await state.store.job_history.checkpoints(job.id, after, limit)
     if page is None:
         raise unknown_cursor(after)
     ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)

@@ -29,11 +29,13 @@ from coserve.serve.artifacts.local import ArtifactStore, LocalArtifacts
 from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.audit import AuditStore
 from coserve.serve.store.batches import INPUT, UNENDED, BatchStore
+from coserve.serve.store.conversations import ConversationStore
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.evals import EvalStore
 from coserve.serve.store.files import MOST_EXPIRED, FileStore
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.job_events import JobEventStore
+from coserve.serve.store.job_history import JobHistory
 from coserve.serve.store.jobs import JobStore
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.logins import LoginStore
@@ -118,6 +120,7 @@ class Store:
         self.creations = CreationStore(self._database, clock, quotas)
         self.files = FileStore(self._database, clock, quotas, self.creations, self._put_file)
         self.jobs = JobStore(self._database, clock, quotas, self.creations, self.leases)
+        self.job_history = JobHistory(self._database)
         self.uploads = UploadStore(self._database, clock, quotas, self._put_file)
         self.batches = BatchStore(self._database, clock, quotas, self.creations, self._put_file, self.leases)
         self.job_events = JobEventStore(self._database, clock, self.path_of, self.leases)
@@ -129,6 +132,7 @@ class Store:
             self._database, self.folder, quotas, self.artifacts, self.leases
         )
         self.responses = ResponseStore(self._database, quotas, self.leases)
+        self.conversations = ConversationStore(self._database, quotas)
         self.chats = ChatStore(self._database, clock, quotas)
         self.usage = UsageStore(self._database, self.folder / "usage", clock)
         self.audit = AuditStore(self._database, clock)

@@ -51,7 +51,7 @@ class Artifacts:
         return adapter, await self._write_results(job, now)
 
     async def _checkpoint(self, job: JobRecord, step: int) -> CheckpointRecord:
-        for checkpoint in await self._store.jobs.all_checkpoints(job.id):
+        for checkpoint in await self._store.job_history.all_checkpoints(job.id):
             if checkpoint.step == step:
                 return checkpoint
         raise AdapterError(f"there is no checkpoint of step {step}")
@@ -60,7 +60,7 @@ class Artifacts:
         fence = self._store.leases.fence("job", job.id)
         id, name = of_attempt(f"file-{tail_of(job.id)}", fence), f"step_metrics_{job.id}.csv"
         file = File(id, job.tenant, name, "fine-tune-results", 0, now, ".csv")
-        lines = _csv(await self._store.jobs.metrics(job.id))
+        lines = _csv(await self._store.job_history.metrics(job.id))
         path = self._store.file_path(file)
         size = await asyncio.to_thread(write_whole, path, lines)
         await self._store.artifacts.put(path, replace=True)

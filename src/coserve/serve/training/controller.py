@@ -420,7 +420,7 @@ class JobController:
         that another server has is ended there."""
         if not await self._store.leases.claim("job", job.id):
             return
-        checkpoints = await self._store.jobs.all_checkpoints(job.id)
+        checkpoints = await self._store.job_history.all_checkpoints(job.id)
         if not checkpoints:
             await self._store.jobs.move(job.id, (JobStatus.PAUSED,), JobStatus.PAUSED, _NOTHING_SAVED)
             return
@@ -540,6 +540,6 @@ class JobController:
     async def _drop_resume_state(self, job: str, keep: int) -> None:
         """Deletes the optimizer states (twice the size of the weights) of all but the newest `keep`
         checkpoints."""
-        newest_last = await self._store.jobs.all_checkpoints(job)
+        newest_last = await self._store.job_history.all_checkpoints(job)
         for checkpoint in newest_last[: max(0, len(newest_last) - keep)]:
             await self._store.artifacts.trim(self._store.folder_of(checkpoint), RESUMING)
