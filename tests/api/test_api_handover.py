@@ -155,3 +155,13 @@ def test_a_run_whose_server_hangs_is_lost_and_a_new_one_goes_on_from_its_newest_
         assert paths == [saved["path"]], "what a lost run saves has no row"
 
     tell(story, tmp_path, str(tmp_path / "common"))
+
+
+def test_a_queued_job_goes_where_room_is(tmp_path: Path) -> None:
+    async def story(a: World, b: World) -> None:
+        first, second = await create(a), await create(a)
+        await b.until(lambda: bool(started(b)))
+        assert [spec.job for spec in started(a)] == [first.id]
+        assert [spec.job for spec in started(b)] == [second.id]
+
+    tell(story, tmp_path, str(tmp_path / "common"), max_jobs=1)

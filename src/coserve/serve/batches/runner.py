@@ -175,8 +175,10 @@ class Batches:
         store, folder = self.state.store, self.state.store.batch_folder(id)
         batch = await store.batches.get(tenant, id)
         owner = await store.tenants.get(tenant)
-        if batch is None or batch.status not in UNENDED or owner is None:
+        if batch is None or batch.status not in UNENDED:
             return await self._clear(id)
+        if owner is None:
+            return
         input = await store.artifacts.get(folder / INPUT)
         if not await asyncio.to_thread(input.exists):
             log.warning("the batch %s waits for its server, which alone has its input", id)

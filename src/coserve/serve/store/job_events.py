@@ -123,6 +123,8 @@ class JobEventStore:
             known = _at(session, CheckpointRecord, news)
             if known is not None:  # an engine that resumes from it reports it again
                 replaced = None if known.path == path else known.path
+                if known.digest != news.digest:  # other contents are another version
+                    known.id = new_id("ftckpt")
                 known.path, known.digest, known.metrics, known.bytes = path, news.digest, losses, size
                 return
             id, name = new_id("ftckpt"), f"{job.name}:ckpt-step-{news.step}"

@@ -1,5 +1,6 @@
 """Training runs: each is a session of the engine, which its client opens and closes."""
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from coserve.serve.tinker.trainer import EngineTrainer
 from coserve.serve.tinker.turns import Turns
 
 DEFAULT_RANK: Final = 32
+_MOMENT: Final = 0.01  # seconds
 MOST_LOST: Final = 1024  # failed runs whose reason is kept
 
 
@@ -137,10 +139,11 @@ class Runs:
     ) -> TinkerFuture:
         """The future of making a run. Its lease, by which other servers know where it is, comes first. Raises
         ApiError 409 where another server makes it or has it."""
-        if (known := self._sessions.futures.find(tenant.id, f"{id}:0")) is not None or id in self._opening:
-            if known is None:
-                raise _elsewhere(id)  # the same request is a moment ahead
-            return self._sessions.futures.begin(tenant.id, f"{id}:0", kind, work)
+        futures, name = self._sessions.futures, f"{id}:0"
+        while id in self._opening and futures.find(tenant.id, name) is None:
+            await asyncio.sleep(_MOMENT)  # the same request is ahead, with its claim
+        if futures.find(tenant.id, name) is not None:
+            return futures.begin(tenant.id, name, kind, work)
         self._opening.add(id)
 
         async def made(future: TinkerFuture) -> Payload:
@@ -152,7 +155,7 @@ class Runs:
         try:
             if not await self._state.store.leases.claim(LEASED, id):
                 raise _elsewhere(id)
-            return self._sessions.futures.begin(tenant.id, f"{id}:0", kind, made)
+            return futures.begin(tenant.id, name, kind, made)
         except BaseException:
             self._opening.discard(id)
             raise
