@@ -30,7 +30,7 @@ from object_store import URL, ObjectStoreServer
 from replica_history import Asked, Notes, Shown, contradictions
 
 JOBS: Final = "/v1/fine_tuning/jobs"
-PATIENCE: Final = 150.0  # seconds for anything that has to come to its end
+PATIENCE: Final = 400.0  # seconds for anything that has to come to its end, on a machine that is busy
 CLIENTS: Final = 3
 LEASE: Final = (9.0, 14.0)  # seconds of a fault that outlasts a lease
 FAULTS: Final = (
@@ -450,8 +450,8 @@ class History:
             def batches() -> list[dict[str, Any]]:
                 return [one for one in pages("/v1/batches") if one["metadata"]["mark"].startswith(own)]
 
-            _until(lambda: all(job["finished_at"] for job in jobs()), "all jobs are over")
-            _until(lambda: all(one["status"] in _OVER for one in batches()), "all batches are over")
+            _until_over(jobs, lambda job: job["finished_at"])
+            _until_over(batches, lambda batch: batch["status"] in _OVER)
             shown = [self._shown_job(get, job) for job in jobs()]
             shown += [self._shown_batch(get, one) for one in batches()]
             for file in pages("/v1/files"):
@@ -496,8 +496,12 @@ class History:
         )
 
 
-def _until(holds: Callable[[], bool], what: str) -> None:
+def _until_over(
+    found: Callable[[], list[dict[str, Any]]], is_over: Callable[[dict[str, Any]], object]
+) -> None:
+    """Returns once all that is found is over."""
     end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end, f"never: {what}"
+    while left := [one for one in found() if not is_over(one)]:
+        told = [(one["id"], one["status"], one.get("waiting_for")) for one in left]
+        assert time.monotonic() < end, f"not over after {PATIENCE:g} s: {told}"
         time.sleep(0.3)

@@ -105,6 +105,9 @@ def test_jobs_and_batches_are_handed_over_and_their_old_server_publishes_nothing
             again = await it.client().fine_tuning.jobs.retrieve(job.id)
             assert (again.status, again.fine_tuned_model) == ("succeeded", done.fine_tuned_model)
             assert await weights(it, again.fine_tuned_model or "") == own
+            newest = (await it.client().fine_tuning.jobs.checkpoints.list(job.id)).data[0]
+            assert newest.step_number == 2
+            assert await weights(it, newest.fine_tuned_model_checkpoint) == own
             assert again.result_files == done.result_files
             assert (await ended(it, batch.id)).output_file_id == over.output_file_id
             assert await results(it, over.output_file_id) == answers

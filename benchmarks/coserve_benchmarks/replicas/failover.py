@@ -80,10 +80,10 @@ def run(bench: Bench, servers: Sequence[Served]) -> None:
         gaps.append(gap)
         asked += len(clients.answered) + clients.lost
         victim.start()
-    spread, note = (min(lost), max(lost)), f"of {asked} requests in {len(lost)} rounds"
-    bench.results.row("failover.lost", sum(lost), spread, note, LEAST_AND_MOST)
-    spread, note = (min(gaps), max(gaps)), "seconds without an answer, of all clients, in the worst round"
-    bench.results.row("failover.longest_gap_s", max(gaps), spread, note, LEAST_AND_MOST)
+    note = f"of {asked} requests in {len(lost)} rounds"
+    bench.results.row("failover.lost", sum(lost), (min(lost), max(lost)), note, LEAST_AND_MOST)
+    note = "seconds without an answer, of all clients, in the worst round"
+    bench.results.row("failover.longest_gap_s", max(gaps), (min(gaps), max(gaps)), note, LEAST_AND_MOST)
 
 
 def _killed(servers: Sequence[Served], victim: Served, seconds: float) -> tuple[_Clients, float]:

@@ -88,8 +88,8 @@ def run(bench: Bench, servers: Sequence[Served]) -> None:
         raise ServerError("servers that were taken in turn had all adapters in memory: nothing to compare")
     ratios = [aware / turn for aware, turn in zip(again["aware"], again["in_turn"], strict=True)]
     note = f"{ADAPTERS} adapters, of which each of {len(servers)} servers has room for a part"
-    spread = min(ratios), max(ratios)
-    bench.results.row("router.reloads", median(ratios), spread, note, LEAST_AND_MOST)
+    of_rounds = min(ratios), max(ratios)
+    bench.results.row("router.reloads", median(ratios), of_rounds, note, LEAST_AND_MOST)
 
 
 def _send(
