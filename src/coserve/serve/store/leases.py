@@ -16,7 +16,7 @@ from typing import Final
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from coserve.errors import LeaseLost, StateError
+from coserve.errors import CoserveError, LeaseLost, StateError
 from coserve.serve.store.database import Database
 from coserve.serve.store.records import LeaseRecord
 
@@ -110,7 +110,7 @@ class Leases:
                 lost = await self.renew()
                 for follow in self.on_renewed:
                     await follow(lost)
-            except StateError as error:
+            except CoserveError as error:
                 log.warning("leases cannot be renewed now: %s", error)
 
     async def release_but(self, kind: str, under_way: Collection[str]) -> None:
