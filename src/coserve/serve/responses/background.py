@@ -61,7 +61,9 @@ class ResponseRuns:
         """Goes on with all that were under way when a server ended."""
         leases = self._state.store.leases
         for row in await self._state.store.responses.unfinished():
-            if row.id not in self._runs and await leases.claim("response", row.id):
+            if row.id in self._runs or not await leases.claim("response", row.id):
+                continue
+            if row.id not in self._runs:  # another turn of this may have been first
                 self._start(row, None)
 
     async def _follow_others(self, lost: Set[LeaseKey]) -> None:
