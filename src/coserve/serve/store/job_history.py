@@ -1,4 +1,4 @@
-"""What jobs have told: their events, checkpoints and figures."""
+"""Stored events, checkpoints and figures of jobs, as engines have told them."""
 
 from typing import Any
 
