@@ -87,7 +87,7 @@ def run(bench: Bench, servers: Sequence[Served]) -> None:
 
 
 def _killed(servers: Sequence[Served], victim: Served, seconds: float) -> tuple[_Clients, float]:
-    """Kills one of the servers; returns the clients, and the longest time that they were without an answer."""
+    """Kills one server; returns the clients, and the longest time that they were without an answer."""
     clients = _Clients(servers)
     clients.start()
     try:
