@@ -1,5 +1,6 @@
 """Two real servers with one PostgreSQL database and one artifact store, clients of both, and faults: kills,
-processes that stop for longer than a lease, the database gone or cut off, a store that is full or slow."""
+processes that stop for longer than a lease, the database gone, cut off, or behind a network that is slow and
+loses connections, a store that is full or slow."""
 
 import hashlib
 import json
@@ -29,21 +30,31 @@ from object_store import URL, ObjectStoreServer
 from replica_history import Asked, Notes, Shown, contradictions
 
 JOBS: Final = "/v1/fine_tuning/jobs"
-PATIENCE: Final = 150.0  # seconds for anything that has to come to its end
+PATIENCE: Final = 400.0  # seconds for anything that has to come to its end, on a machine that is busy
 CLIENTS: Final = 3
 LEASE: Final = (9.0, 14.0)  # seconds of a fault that outlasts a lease
 FAULTS: Final = (
     "everything is killed", "engine is killed", "API is killed", "server stops", "server is cut off",
-    "server's database hangs", "database is away", "store is full", "store is slow",
+    "server's database hangs", "server's network is bad", "database is away", "store is full",
+    "store is slow",
 )  # fmt: skip
+_LINK_STATES: Final = {
+    "server is cut off": "cut", "server's database hangs": "held", "server's network is bad": "bad",
+}  # fmt: skip
 _AWAY: Final = (409, 429, 502, 503)  # 409 of a key whose request is under way
 _SOCKET: Final = ".s.PGSQL.5432"
+_OVER: Final = ("completed", "failed", "expired", "cancelled")  # of batches
 _STEPS: Final = 24
+_LINES: Final = 4  # of a batch
+_LATENCY: Final = (0.01, 0.06)  # seconds of each piece on a bad network
+_LOSS: Final = 0.01  # of its pieces, each with its connection
+_MOST: Final = {"job": 4, "batch": 4}  # of one history
 
 
 class DatabaseLink:
     """The way from one server to the database: a socket in a folder of its own. `open`, `cut`, where
-    connections break and none is made, or `held`, where nothing passes and nobody is told."""
+    connections break and none is made, `held`, where nothing passes and nobody is told, or `bad`, where
+    pieces come late and some are lost with their connection."""
 
     def __init__(self, folder: Path, target: Path) -> None:
         self.folder, self._target, self._state = folder, target, "open"
@@ -96,6 +107,10 @@ class DatabaseLink:
         with suppress(OSError):
             while data := source.recv(65536):
                 self._flows.wait()
+                if self._state == "bad":
+                    time.sleep(random.uniform(*_LATENCY))
+                    if random.random() < _LOSS:
+                        break
                 target.sendall(data)
         for each in (source, target):
             with suppress(OSError):
@@ -214,8 +229,8 @@ class History:
                     with suppress(psutil.NoSuchProcess):
                         process.send_signal(how)
                 time.sleep(pause)
-        elif what in ("server is cut off", "server's database hangs"):
-            link.set("cut" if "cut" in what else "held")
+        elif what in _LINK_STATES:
+            link.set(_LINK_STATES[what])
             time.sleep(seconds)
             link.set("open")
         elif what == "database is away":
@@ -239,10 +254,21 @@ class History:
         done = 0
         mine: dict[str, list[Asked]] = {"file": [], "adapter": []}
         with httpx.Client(timeout=30.0, trust_env=False, headers=self._headers) as http:
-            while not self._ends.is_set() or done < 6:
+            while not self._ends.is_set() or done < 7:
                 mark = f"h{self._seed}-{number}-{done}"
-                wishes = ("file", "adapter", "job", "rival", "key", "answer", "answer", "remove", "pin")
-                wish = wishes[(0, 1, 2)[done]] if done < 3 else draw.choice(wishes)
+                wishes = (
+                    "file",
+                    "adapter",
+                    "job",
+                    "batch",
+                    "rival",
+                    "key",
+                    "answer",
+                    "answer",
+                    "remove",
+                    "pin",
+                )
+                wish = wishes[done] if done < 4 else draw.choice(wishes)
                 done += 1
                 try:
                     self._wish(http, draw, wish, mark, mine)
@@ -260,13 +286,15 @@ class History:
             mine["file"].append(self._upload(http, draw, mark))
         elif wish == "job":
             file = next((one for one in mine["file"] if one.ids and not one.removal_asked), None)
-            if file is not None and sum(key[0] == "job" for key in self.notes.asked) < 4:
+            if file is not None and self._has_room("job"):
                 asked = self.notes.ask("job", mark, str(_STEPS))
                 body = {
                     "model": self._base, "training_file": file.ids[0], "metadata": {"mark": mark},
                     "hyperparameters": {"n_epochs": 3, "batch_size": 4},
                 }  # fmt: skip
                 self._create(http, draw, asked, JOBS, json=body)
+        elif wish == "batch" and self._has_room("batch"):
+            self._batch(http, draw, mark)
         elif wish == "adapter":
             mine["adapter"].append(self._import(http, draw, mark, mark))
         elif wish == "rival":  # clients of all servers want one name with contents of their own
@@ -310,6 +338,24 @@ class History:
         self._create(http, draw, asked, "/v1/files", files=files, data={"purpose": "fine-tune"})
         return asked
 
+    def _has_room(self, kind: str) -> bool:
+        return sum(of_kind == kind for of_kind, _ in self.notes.asked) < _MOST[kind]
+
+    def _batch(self, http: httpx.Client, draw: random.Random, mark: str) -> None:
+        body = {"model": self._base, "prompt": mark, "max_tokens": 2}
+        lines = [
+            {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body}
+            for n in range(1, _LINES + 1)
+        ]
+        data = "\n".join(map(json.dumps, lines)).encode()
+        input = self.notes.ask("file", f"{mark}-input", hashlib.sha256(data).hexdigest())
+        files = {"file": (f"{input.mark}.jsonl", data)}
+        if self._create(http, draw, input, "/v1/files", files=files, data={"purpose": "batch"}):
+            asked = self.notes.ask("batch", mark, str(_LINES))
+            asking = {"input_file_id": input.ids[0], "endpoint": "/v1/completions"}
+            more = {"completion_window": "24h", "metadata": {"mark": mark}}
+            self._create(http, draw, asked, "/v1/batches", json={**asking, **more})
+
     def _import(self, http: httpx.Client, draw: random.Random, name: str, mark: str) -> Asked:
         """Imports an adapter; a name that others want too may have been theirs first."""
         source = draw.choice(self._fleet.adapters)
@@ -337,7 +383,7 @@ class History:
             return False
         if reply.status_code == 200:
             asked.ids.append(str(reply.json()["id"]))
-            self.notes.count(f"{asked.kind}s")
+            self.notes.count("batches" if asked.kind == "batch" else f"{asked.kind}s")
         elif not (key and "adapter_already_loaded" in reply.text):  # a rival was first
             self.notes.refuse(f"{asked.kind} {asked.mark}: {reply.status_code} {reply.text[:200]}")
         return reply.status_code == 200
@@ -401,8 +447,13 @@ class History:
             def jobs() -> list[dict[str, Any]]:
                 return [job for job in pages(JOBS) if (job["metadata"] or {}).get("mark", "").startswith(own)]
 
-            _until(lambda: all(job["finished_at"] for job in jobs()), "all jobs are over")
+            def batches() -> list[dict[str, Any]]:
+                return [one for one in pages("/v1/batches") if one["metadata"]["mark"].startswith(own)]
+
+            _until_over(jobs, lambda job: job["finished_at"])
+            _until_over(batches, lambda batch: batch["status"] in _OVER)
             shown = [self._shown_job(get, job) for job in jobs()]
+            shown += [self._shown_batch(get, one) for one in batches()]
             for file in pages("/v1/files"):
                 if file["filename"].startswith(own):
                     content = get(f"/v1/files/{file['id']}/content").content
@@ -429,6 +480,15 @@ class History:
         return Shown("job", job["metadata"]["mark"], job["id"], content, job["status"], tuple(steps))
 
     @staticmethod
+    def _shown_batch(get: Callable[..., httpx.Response], batch: dict[str, Any]) -> Shown:
+        output = (
+            get(f"/v1/files/{batch['output_file_id']}/content").content if batch["output_file_id"] else b""
+        )
+        numbers = tuple(sorted(int(json.loads(line)["custom_id"]) for line in output.splitlines()))
+        digest = hashlib.sha256(output).hexdigest()
+        return Shown("batch", batch["metadata"]["mark"], batch["id"], digest, batch["status"], numbers)
+
+    @staticmethod
     def _weights(get: Callable[..., httpx.Response], name: str) -> str:
         reply = get(f"/v1/adapters/{name}/weights")
         return (
@@ -436,8 +496,12 @@ class History:
         )
 
 
-def _until(holds: Callable[[], bool], what: str) -> None:
+def _until_over(
+    found: Callable[[], list[dict[str, Any]]], is_over: Callable[[dict[str, Any]], object]
+) -> None:
+    """Returns once all that is found is over."""
     end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end, f"never: {what}"
+    while left := [one for one in found() if not is_over(one)]:
+        told = [(one["id"], one["status"], one.get("waiting_for")) for one in left]
+        assert time.monotonic() < end, f"not over after {PATIENCE:g} s: {told}"
         time.sleep(0.3)

@@ -10,15 +10,16 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
-Kind = Literal["file", "job", "adapter", "key", "pin"]
+Kind = Literal["file", "job", "batch", "adapter", "key", "pin"]
+_ENDED: Final = {"job": "succeeded", "batch": "completed"}
 
 
 @dataclass
 class Asked:
     """A thing that clients asked for. `ids` are those of the acknowledgements, `wanted` its content, or its
-    number of steps; without it nobody was told which of several contents it has."""
+    number of steps or lines; without it nobody was told which of several contents it has."""
 
     kind: Kind
     mark: str
@@ -31,7 +32,7 @@ class Asked:
 @dataclass(frozen=True)
 class Shown:
     """A thing as a server shows it. `content` is its digest; of a job the name of its model, and `steps`
-    those that were told, in order."""
+    those that were told, in order; of a batch the digest of its results, and the lines that have one."""
 
     kind: Kind
     mark: str
@@ -92,8 +93,8 @@ def contradictions(notes: Notes, views: Mapping[str, Sequence[Shown]]) -> list[s
                 continue
             if known.ids and set(known.ids) != {one.id}:
                 found.append(f"{what} is {one.id}, acknowledged as {' and '.join(sorted(set(known.ids)))}")
-            if one.kind == "job":
-                if one.status != "succeeded":
+            if one.kind in _ENDED:
+                if one.status != _ENDED[one.kind]:
                     found.append(f"{what} is {one.status} in the end")
                 if one.steps != tuple(range(1, int(known.wanted) + 1)):
                     found.append(f"{what} told the steps {one.steps}")

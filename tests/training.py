@@ -78,7 +78,8 @@ class Trainer:
         await self.tell(JobStep(job, step, loss, 40, tokens, 1.0, 2e-4, 2.0))
 
     async def checkpoint(self, job: str, step: int) -> Path:
-        path = checkpoint_folder(self.folder(job), step)
+        spec = next(spec for spec in started(self.world) if spec.job == job)
+        path = checkpoint_folder(Path(spec.folder), step, spec.attempt)
         await self.tell(JobCheckpoint(job, step, str(path), "digest", 0.5, 0.6))
         return path
 
@@ -97,14 +98,14 @@ class Trainer:
         return Path(next(spec.folder for spec in started(self.world) if spec.job == job))
 
 
-def checkpoint_folder(folder: Path, step: int) -> Path:
+def checkpoint_folder(folder: Path, step: int, attempt: int = 1) -> Path:
     """The files of a checkpoint, as an engine writes them."""
-    path = folder / f"step-{step:06d}"
+    path = folder / (f"step-{step:06d}" + f".{attempt}" * (attempt > 1))
     path.mkdir(parents=True)
     header = b"{}      "
     contents = {
         "adapter_config.json": json.dumps({"peft_type": "LORA", "r": 8}).encode(),
-        "adapter_model.safetensors": struct.pack("<Q", len(header)) + header + bytes(step),
+        "adapter_model.safetensors": struct.pack("<Q", len(header)) + header + bytes(step + attempt - 1),
         "training.safetensors": b"moments",
         "training.json": b"{}",
     }

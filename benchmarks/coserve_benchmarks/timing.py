@@ -15,6 +15,7 @@ from coserve.simulate.intervals import interval
 LEAST_ROUNDS: Final = 5  # for an interval
 # What the two ends of a spread are, for the JSON.
 OF_ROUNDS: Final = "95 % bootstrap interval of the median over paired rounds"
+LEAST_AND_MOST: Final = "least and greatest of the rounds"
 OF_REQUESTS: Final = "95 % bootstrap interval over requests"
 OF_SHARE: Final = "95 % binomial interval (Clopper-Pearson) over requests"
 OF_SEEDS: Final = "95 % bootstrap interval over seeds"

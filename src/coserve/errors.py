@@ -28,6 +28,7 @@
     ├── Quarantined              engines crashed on this work: it is not retried
     ├── QuotaExceeded            a tenant's quota is reached; says what to delete or to wait for
     ├── ConflictError            an operation conflicts with the state of a file, a job or an adapter
+    │   └── LeaseLost            another server of the same database has taken over the work
     ├── StateError               the server's state folder or database cannot be used
     ├── ServerError              the server cannot start or go on
     │   ├── StateInUse           another server holds the state folder
@@ -199,6 +200,10 @@ class ConfigError(CoserveError):
 
 class ConflictError(CoserveError):
     """An operation conflicts with the state of a file, a job or an adapter."""
+
+
+class LeaseLost(ConflictError):
+    """Another server has taken over a piece of work: what this one would write about it is not written."""
 
 
 class StateError(CoserveError):

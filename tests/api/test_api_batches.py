@@ -165,7 +165,7 @@ def test_no_line_is_lost_or_doubled(tmp_path: Path, count: int) -> None:
 def test_a_server_that_ends_before_it_tells_of_the_files(tmp_path: Path) -> None:
     async def whole() -> None:
         async with world(tmp_path, {}, {}) as first:
-            first.app.state.batches.state.store.batches.change = stuck(first)  # type: ignore[method-assign]
+            first.app.state.batches.state.store.batches.advance = stuck(first)  # type: ignore[method-assign]
             made = await start(first, jsonl(line(1), line(2)))
             file = first.state.store.folder / "files" / f"file-{made.id.removeprefix('batch_')}o.jsonl"
             await until(file.exists)
@@ -175,12 +175,12 @@ def test_a_server_that_ends_before_it_tells_of_the_files(tmp_path: Path) -> None
             assert len(await results(second, batch.output_file_id)) == 2 and not second.submits()
 
     def stuck(it: World) -> Any:
-        change = it.state.store.batches.change
+        advance = it.state.store.batches.advance
 
         async def until_the_end(id: str, source: Any, files: Any = (), **values: Any) -> Any:
             if files:
                 await asyncio.sleep(SECONDS)
-            return await change(id, source, files, **values)
+            return await advance(id, source, files, **values)
 
         return until_the_end
 

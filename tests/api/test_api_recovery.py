@@ -52,7 +52,7 @@ def test_a_new_engine_gets_the_running_jobs(play: Play) -> None:
         trainer = Trainer(world)
         await trainer.start(ids[0], step=1)
         await trainer.step(ids[0], 2, loss=0.25)
-        rows = await world.state.store.jobs.metrics(ids[0])
+        rows = await world.state.store.job_history.metrics(ids[0])
         assert [(row["step"], row["train_loss"]) for row in rows] == [(1, 0.5), (2, 0.25), (3, 0.5)]
         await trainer.end(ids[1], "failed")
         await world.until(lambda: len(started(world)) == 3)
@@ -104,7 +104,7 @@ def test_a_restarted_server_takes_in_what_happened_meanwhile(tmp_path: Path) -> 
                 await until(lambda: not engine.news)
                 done = await state.store.jobs.get("local", job.id)
                 assert done is not None and (done.status, done.trained_tokens) == ("succeeded", 120)
-                assert len(await state.store.jobs.metrics(job.id)) == 2
+                assert len(await state.store.job_history.metrics(job.id)) == 2
                 assert await state.store.adapters.find("local", done.name, "tiny") is not None
                 await until(lambda: any(isinstance(c, JobSpec) and c.job == waits.id for c in engine.said))
 

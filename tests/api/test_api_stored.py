@@ -438,7 +438,7 @@ def test_what_is_old_goes(tmp_path: Path) -> None:
             items = [ItemRecord(f"item {id}", ann, '"x"', id, belongs[1], False)]
             await store.responses.add(row, items)
 
-        await store.responses.converse(ConversationRecord("c", ann, 10, {}), [])
+        await store.conversations.add(ConversationRecord("c", ann, 10, {}), [])
         await add("old", 10)
         await add("line 1", 10)
         await add("line 2", 20, "line 1")
@@ -481,7 +481,7 @@ def test_what_comes_before_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
             with pytest.raises(PromptTooLong, match="responses come before"):
                 await store.responses.context(ann, id, None)
         for conversation, count, size in (("few", 4, 25), ("many", 5, 1), ("large", 2, 51)):
-            await store.responses.converse(ConversationRecord(conversation, ann, 1, {}), [])
+            await store.conversations.add(ConversationRecord(conversation, ann, 1, {}), [])
             row = ResponseRecord(conversation, ann, 1, "completed", "{}", None, conversation)
             items = [
                 ItemRecord(f"{conversation} {number}", ann, "é" * size, conversation, conversation, True)
@@ -492,9 +492,9 @@ def test_what_comes_before_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(await store.responses.named(ann, ["few 1"] * 4)) == 1
         with pytest.raises(PromptTooLong):
             await store.responses.named(ann, ["few 1"] * 5)
-        page = await store.responses.page(ann, None, 100, True, conversation="few")
+        page = await store.conversations.page(ann, "few", None, 100, True)
         assert page is not None and len(page.records) == 2 and page.has_more
-        last = await store.responses.page(ann, "few 2", 100, True, conversation="few")
+        last = await store.conversations.page(ann, "few", "few 2", 100, True)
         assert last is not None and [row.id for row in last.records] == ["few 3"] and not last.has_more
         for conversation in ("many", "large"):
             with pytest.raises(PromptTooLong, match="What was said before"):

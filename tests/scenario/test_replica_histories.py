@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from whole_server import until
 COUNT = int(os.environ.get("HISTORIES", "100"))
 SEED = int(os.environ.get("HISTORIES_SEED", "0"))
 AWAY = 60.0  # seconds
-LEAST = {"files": 3, "jobs": 1, "adapters": 3, "answers": 1}  # of one history
+LEAST = {"files": 3, "jobs": 1, "batches": 1, "adapters": 3, "answers": 1}  # of one history
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +98,15 @@ def test_a_job_trains_on_while_the_database_is_away_for_a_minute(servers: Fleet)
 
 def test_the_checker_sees_what_must_not_be() -> None:
     notes = Notes()
-    for kind, wanted in (("file", "x"), ("job", "2"), ("pin", "pinned")):
+    for kind, wanted in (("file", "x"), ("job", "2"), ("batch", "2"), ("pin", "pinned")):
         notes.ask(kind, "m", wanted).ids.append("i")  # type: ignore[arg-type]
     removed = notes.ask("key", "k")
     removed.removal_asked = removed.removed = True
     notes.ask("file", "unsure", "x")
     notes.answer("a", "1")
     job = Shown("job", "m", "i", "name weights", "succeeded", (1, 2))
-    good = [Shown("file", "m", "i", "x"), Shown("pin", "m", "i", "pinned"), job]
+    batch = Shown("batch", "m", "i", "results", "completed", (1, 2))
+    good = [Shown("file", "m", "i", "x"), batch, Shown("pin", "m", "i", "pinned"), job]
     assert contradictions(notes, {"a": good, "b": good}) == []
     for bad, said in (
         (good[1:], "is lost"),
@@ -112,9 +114,14 @@ def test_the_checker_sees_what_must_not_be() -> None:
         ([*good, Shown("file", "other", "i")], "never asked for"),
         ([*good, Shown("key", "k", "k")], "was removed and is there"),
         ([*good, *[Shown("file", "unsure", "i", "x")] * 2], "is there 2 times"),
-        ([*good[:2], Shown("job", "m", "i", "name weights", "succeeded", (1, 1, 2))], "told the steps"),
-        ([*good[:2], Shown("job", "m", "i", "name others", "succeeded", (1, 2))], "differs between"),
-        ([*good[:2], Shown("job", "m", "i", "name weights", "failed", (1, 2))], "is failed in the end"),
+        ([*good[:3], Shown("job", "m", "i", "name weights", "succeeded", (1, 1, 2))], "told the steps"),
+        ([*good[:3], Shown("job", "m", "i", "name others", "succeeded", (1, 2))], "differs between"),
+        ([*good[:3], Shown("job", "m", "i", "name weights", "failed", (1, 2))], "is failed in the end"),
+        ([good[0], replace(batch, steps=(1,)), *good[2:]], "told the steps"),
+        ([good[0], replace(batch, steps=(1, 1, 2)), *good[2:]], "told the steps"),
+        ([good[0], replace(batch, content="others"), *good[2:]], "differs between"),
+        ([good[0], replace(batch, status="expired"), *good[2:]], "is expired in the end"),
+        ([good[0], *good[2:]], "is lost"),
         ([Shown("file", "m", "i", "y"), *good[1:]], "another content"),
         ([Shown("file", "m", "j", "x"), *good[1:]], "acknowledged as i"),
     ):

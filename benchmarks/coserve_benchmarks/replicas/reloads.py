@@ -4,11 +4,13 @@ behind one that takes servers in turn. A count, which no load of the machine cha
 import json
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 from typing import Any, Final
 
@@ -23,6 +25,7 @@ from coserve.errors import ServerError
 from coserve.workload.prompts import draw_by_popularity
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.served import Served
+from coserve_benchmarks.timing import LEAST_AND_MOST
 
 ADAPTERS: Final = 16
 RANK: Final = 16
@@ -30,6 +33,7 @@ MEMORY: Final = "4MiB"  # of each server: for more than half of the adapters, an
 _REQUESTS: Final = 320
 _QUICK_REQUESTS: Final = 48
 _EXPONENT: Final = 0.8  # of the adapters' popularity
+_ROUNDS: Final = 3
 _SETTLE_SECONDS: Final = 1.2  # engines tell of their adapters once a second
 _SOME: Final = 8  # requests between two looks at the metrics, as routers look every so often
 _LOADS: Final = re.compile(r"^coserve_adapter_loads_total (\S+)$", re.MULTILINE)
@@ -64,10 +68,11 @@ def run(bench: Bench, servers: Sequence[Served]) -> None:
     asked for once before, so what is counted are loads of adapters that had been there."""
     count = _QUICK_REQUESTS if bench.results.header["quick"] else _REQUESTS
     names = [f"adapter-{number}" for number in range(ADAPTERS)]
-    asked = draw_by_popularity(names, count, _EXPONENT, bench.settings.seed)
     picker, turns = _picker(), cycle(range(len(servers)))
-    again = dict[str, int]()
-    for way in ("in_turn", "aware"):
+    again = defaultdict[str, list[int]](list)
+    rounds = 1 if bench.results.header["quick"] else _ROUNDS
+    for number, way in product(range(rounds), ("in_turn", "aware")):
+        asked = draw_by_popularity(names, count, _EXPONENT, bench.settings.seed + number)
 
         def choose(name: str, endpoints: Mapping[str, Any], way: str = way) -> int:
             return int(picker.pick(name, endpoints)) if way == "aware" else next(turns)
@@ -75,12 +80,16 @@ def run(bench: Bench, servers: Sequence[Served]) -> None:
         _send(servers, names, picker, choose)
         before = _loads(servers)
         _send(servers, asked, picker, choose)
-        again[way] = _loads(servers) - before
-        bench.results.figure(f"router.{way}.loads", again[way], f"loads of {count} requests")
-    if not again["in_turn"]:
+        again[way].append(_loads(servers) - before)
+    for way, loads in again.items():
+        spread = min(loads), max(loads)
+        bench.results.figure(f"router.{way}.loads", median(loads), f"loads of {count} requests", spread)
+    if not all(again["in_turn"]):
         raise ServerError("servers that were taken in turn had all adapters in memory: nothing to compare")
+    ratios = [aware / turn for aware, turn in zip(again["aware"], again["in_turn"], strict=True)]
     note = f"{ADAPTERS} adapters, of which each of {len(servers)} servers has room for a part"
-    bench.results.row("router.reloads", again["aware"] / again["in_turn"], note=note)
+    of_rounds = min(ratios), max(ratios)
+    bench.results.row("router.reloads", median(ratios), of_rounds, note, LEAST_AND_MOST)
 
 
 def _send(

@@ -318,7 +318,9 @@ class Jobs:
         base_name = str(job.engine.base.model.config.name_or_path)
 
         def write() -> Checkpoint:
-            return write_checkpoint(Path(job.spec.folder), snapshot.read(), base_name, reports)
+            return write_checkpoint(
+                Path(job.spec.folder), snapshot.read(), base_name, reports, job.spec.attempt
+            )
 
         self._background.do("writing the checkpoint", write, partial(self._written, job, pending))
 

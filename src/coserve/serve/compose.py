@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -262,7 +261,7 @@ async def _sweeping(state: State) -> AsyncIterator[None]:
                     (store.chats.sweep, settings.keep_responses_days),
                 ):
                     if days:
-                        more |= await sweep_old(time.time() - days * 86400)
+                        more |= await sweep_old(store.clock() - days * 86400)
             except CoserveError as error:  # such as a full disk: the next turn tries again
                 log.warning("old records could not be deleted: %s", error)
 

@@ -1,6 +1,7 @@
 """Checkpoints: a job's state on disk, whole and for good, or not there at all.
 
-A checkpoint is a folder `step-000050` with
+A checkpoint is a folder `step-000050`, or `step-000050.2` where another server began the job and this is the
+second attempt, with
 
     adapter_config.json         the adapter in PEFT's format: the folder can be loaded like any adapter
     adapter_model.safetensors   its master weights, as exact as the job has them
@@ -18,6 +19,7 @@ the one before it is used. Nothing here ever deletes a checkpoint.
 import hashlib
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +40,7 @@ from coserve.train.state import Identity, TrainingState
 _STATE, _MOMENTS, _MANIFEST = "training.json", "training.safetensors", "manifest.json"
 _FILES: Final = frozenset({_STATE, _MOMENTS, "adapter_config.json", "adapter_model.safetensors"})
 _PREFIX: Final = "step-"
+_NAME: Final = re.compile(rf"{_PREFIX}(\d+)(?:\.(\d+))?")
 _FORMAT: Final = 1
 _log: Final = logging.getLogger(__name__)
 _CPU: Final = torch.device("cpu")
@@ -56,14 +59,18 @@ class Checkpoint:
 
 
 def write_checkpoint(
-    folder: Path, state: TrainingState, base_name: str = "", reports: Sequence[Mapping[str, Any]] = ()
+    folder: Path,
+    state: TrainingState,
+    base_name: str = "",
+    reports: Sequence[Mapping[str, Any]] = (),
+    attempt: int = 1,
 ) -> Checkpoint:
     """Writes `folder/step-…` and returns when it would survive a power cut. Raises JobError. `reports`, of
     steps, are plain data that JSON can hold.
 
-    A good checkpoint of the same step stays as it is; a damaged one is moved aside.
+    A good checkpoint of the same step and attempt stays as it is; a damaged one is moved aside.
     """
-    path = folder / f"{_PREFIX}{state.step:06d}"
+    path = folder / (f"{_PREFIX}{state.step:06d}" + ("" if attempt <= 1 else f".{attempt}"))
     try:
         existing = _checked(path)
         if existing is not None:
@@ -110,9 +117,9 @@ def write_weights(folder: Path, adapter: AdapterVersion, base_name: str, model_t
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The good checkpoint of the highest step in `folder`; None without one, or without the folder."""
-    for step in sorted(_steps(folder), reverse=True):
-        path = folder / f"{_PREFIX}{step:06d}"
+    """The good checkpoint of the highest step in `folder`, and of its last attempt; None without one, or
+    without the folder."""
+    for _, _, path in sorted(_steps(folder), reverse=True):
         found = _checked(path)
         if found is not None:
             return found
@@ -187,13 +194,13 @@ def _fields(path: Path) -> Mapping[str, Any]:
     return fields
 
 
-def _steps(folder: Path) -> Iterator[int]:
+def _steps(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """(step, attempt, path) of each checkpoint, good or damaged."""
     if not folder.is_dir():
         return
     for entry in folder.iterdir():
-        number = entry.name.removeprefix(_PREFIX)
-        if entry.name.startswith(_PREFIX) and number.isdecimal():
-            yield int(number)
+        if found := _NAME.fullmatch(entry.name):
+            yield int(found[1]), int(found[2] or 1), entry
 
 
 def _free_name(folder: Path, name: str) -> Path:

@@ -87,7 +87,8 @@ class JobSpec(WireMessage, frozen=True):
     counts.
     `objective` is the type and the settings of the training method (`train.objectives`), and `teacher` the
     folder of the adapter that teaches in distillation, None for the base. `base` is the id of the base that
-    it trains on. `weight` is its share among the jobs that train.
+    it trains on. `weight` is its share among the jobs that train. `attempt` grows with every server that
+    begins the job or goes on with it, and is in the names of its checkpoints.
     """
 
     job: str
@@ -108,6 +109,7 @@ class JobSpec(WireMessage, frozen=True):
     data_name: str | None = None
     validation_name: str | None = None
     weight: float = 1.0
+    attempt: int = 1
 
 
 class CheckJob(WireMessage, frozen=True):

@@ -5,6 +5,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,21 @@ def test_writing_one_again_leaves_it(states: list[TrainingState], tmp_path: Path
     stamp = (first.path / "manifest.json").stat().st_mtime_ns
     assert write_checkpoint(tmp_path, states[0]) == first
     assert (first.path / "manifest.json").stat().st_mtime_ns == stamp
+
+
+def test_another_server_s_attempt_is_beside_the_first_one_s(
+    states: list[TrainingState], tmp_path: Path
+) -> None:
+    first = write_checkpoint(tmp_path, states[0])
+    second = write_checkpoint(tmp_path, replace(states[0], loss=0.125), attempt=2)
+    assert second.path.name == f"{first.path.name}.2" and second.digest != first.digest
+    assert newest_checkpoint(tmp_path) == second
+    assert write_checkpoint(tmp_path, states[0]) == first, "what the first server writes late changes nothing"
+    (second.path / "training.json").unlink()
+    assert newest_checkpoint(tmp_path) == first
+    later = write_checkpoint(tmp_path, states[1])
+    write_checkpoint(tmp_path, states[0], attempt=10)
+    assert newest_checkpoint(tmp_path) == later
 
 
 class Killed(BaseException):

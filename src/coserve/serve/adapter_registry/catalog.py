@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import time
 from typing import Final
 
 from coserve.core.request import BASE
@@ -113,7 +112,7 @@ class Catalog:
                 if (found := await self._store.permissions.permitted(tenant.id, name, base)) is not None:
                     return found
             return None
-        checkpoint = await self._store.tinker_checkpoints.find(tenant.id, name, time())
+        checkpoint = await self._store.tinker_checkpoints.find(tenant.id, name, self._store.clock())
         if checkpoint is None or checkpoint.base not in self.bases:
             return None
         return as_adapter(checkpoint)

@@ -27,6 +27,8 @@ async def following(state: State, artifacts: SharedArtifacts) -> AsyncIterator[N
         part, key, *_ = name.split("/")
         if part == "jobs":
             return not state.job_controller.trains(key)
+        if part == "batches":
+            return False  # one that has ended has no copy
         if part not in ("adapters", "tinker"):
             return True
         stats = state.link.stats
@@ -89,7 +91,7 @@ async def _sweep(state: State, artifacts: SharedArtifacts) -> None:
                 await artifacts.adopt()
                 is_adopted = True
             for part, known in (await state.store.named_artifacts()).items():
-                await artifacts.sweep(part, known)
+                await artifacts.sweep(part, known, state.store.clock())
             pause = SWEEP_SECONDS
         except CoserveError as error:
             log.warning("artifacts are looked through later: %s", error)

@@ -1,7 +1,6 @@
 """Registers and removes named adapters on disk, in the engine and in the database, all or nothing."""
 
 import asyncio
-import time
 from collections import Counter
 from contextlib import suppress
 from functools import lru_cache
@@ -62,7 +61,7 @@ async def import_adapter(
             named = await asyncio.to_thread(base_among, folder, state.settings.bases)
             base = named or base
         await state.link.load(key, folder, new=True, base=state.settings.base_id(base))
-        adapter = Adapter(key, name, state.store.path_of(folder), base, int(time.time()), tenant.id)
+        adapter = Adapter(key, name, state.store.path_of(folder), base, int(state.store.clock()), tenant.id)
         if old is not None and old.pinned:
             await state.link.pin(key, folder, True, state.settings.base_id(base))
             adapter.pinned = True

@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -283,8 +282,3 @@ def _first_line(error: BaseException) -> str:
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def age_of(found: StoredObject) -> float:
-    """Seconds since an object's last change."""
-    return time.time() - found.changed

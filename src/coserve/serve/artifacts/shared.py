@@ -24,7 +24,7 @@ import msgspec
 from coserve.core import disk
 from coserve.errors import CoserveError, StateError
 from coserve.serve.artifacts.local import remove, remove_parts
-from coserve.serve.artifacts.objects import Objects, age_of
+from coserve.serve.artifacts.objects import Objects
 from coserve.serve.offload import TenantTurns
 from coserve.serve.store.durable import partial_of, settle
 
@@ -139,13 +139,16 @@ class SharedArtifacts:
                     await self._run(self._adopt, path)
                     self._note(path, await self._run(_size, path))
 
-    async def sweep(self, part: str, known: Collection[str]) -> None:
-        """Deletes artifacts of a part, such as `adapters`, that are not `known` by name and old enough for
-        nobody's being about to add their row. Raises StateError."""
+    async def sweep(self, part: str, known: Collection[str], now: float) -> None:
+        """Deletes artifacts of a part, such as `adapters`, that are not `known` by name and old enough, at
+        the time `now` of the service's clock, for nobody's being about to add their row. Raises
+        StateError."""
 
         def orphans() -> list[str]:
             old = {
-                one.key.rpartition("/")[0] for one in self._objects.list(part) if age_of(one) > ORPHAN_SECONDS
+                one.key.rpartition("/")[0]
+                for one in self._objects.list(part)
+                if now - one.changed > ORPHAN_SECONDS
             }
             return sorted(old - set(known))
 

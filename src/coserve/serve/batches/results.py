@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import msgspec
 
+from coserve.core.disk import sync_path
 from coserve.serve.batches.lines import BatchLine
-from coserve.serve.store.durable import settle
+from coserve.serve.store.durable import link_file
 
 _NUMBER: Final = re.compile(rb'\{"id":"batch_req_[A-Za-z0-9]+-(\d{1,9})",')
 _PIECE: Final = 1 << 20
@@ -19,12 +20,8 @@ class ResultFile:
     """One file of results. A line that is cut off, as of a server that was killed, is dropped when the file
     is opened, and its request asked again: so each request has one line. For one thread at a time."""
 
-    def __init__(self, path: Path, settled: Path) -> None:
-        """`settled` is where the file is once the batch has ended. One that is there already comes back, as
-        the server ended before it had told of it."""
-        self.path, self.settled = path, settled
-        if settled.exists() and not path.exists():
-            settled.rename(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = path.open("a+b")
         self.done = set[int]()  # numbers of the lines that have results
         end = 0
@@ -45,14 +42,13 @@ class ResultFile:
         self.size += len(line)
         self.done.add(number)
 
-    def settle(self) -> None:
-        """Moves the file to where it stays, or deletes an empty one."""
+    def settle(self, path: Path) -> None:
+        """Has the file at the path where it stays, too. Nothing may be added from now on."""
         os.fsync(self._file.fileno())
         self._file.close()
-        if self.size:
-            settle(self.path, self.settled)
-        else:
-            self.path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        link_file(self.path, path)
+        sync_path(path.parent)
 
     def close(self) -> None:
         self._file.close()

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import shutil
-import time
 from collections.abc import AsyncIterator, Container, Mapping, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -12,21 +11,21 @@ from typing import Final
 
 import msgspec
 
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, LeaseLost
 from coserve.serve.batches.asked import OwnRoutes, Reply
 from coserve.serve.batches.lines import MOST_LINES, BatchLine, BatchReader, count_lines
 from coserve.serve.batches.results import ResultFile, line_of
 from coserve.serve.errors import ApiError
 from coserve.serve.offload import Offload, TenantTurns
 from coserve.serve.state import State
-from coserve.serve.store.batches import UNENDED
+from coserve.serve.store.batches import INPUT, UNENDED
 from coserve.serve.store.durable import link_files
+from coserve.serve.store.ids import of_attempt
 from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import BatchRecord, File, JsonObject, Tenant
 from coserve.serve.tasks import cancel
 
 log = logging.getLogger(__name__)
-INPUT: Final = "input.jsonl"
 _AT_ONCE: Final = 32  # lines of all batches under way, where the engine runs so many
 _TRIES: Final = 8  # of a line that the server could not answer for reasons of its own
 _PAUSE: Final = 1.0  # seconds before the second try, then twice as long each time
@@ -58,6 +57,7 @@ class Batches:
         self._turns = TenantTurns()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch
         self._under_way: dict[str, _RunningBatch] = {}
+        self._nowhere = set[str]()  # batches whose input is in another server's folder alone
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     @asynccontextmanager
@@ -79,24 +79,23 @@ class Batches:
         await cancel(*self._tasks.values())
 
     async def add(self, batch: BatchRecord, source: Path) -> None:
-        """Makes a batch of an input file, which may be deleted from then on. Raises QuotaExceeded."""
+        """Makes a batch of an input file, which may be deleted from then on. Raises QuotaExceeded, and
+        StateError where the artifact store is away."""
         folder = self.state.store.batch_folder(batch.id)
         await asyncio.to_thread(link_files, source.parent, folder, [source.name])
         await asyncio.to_thread((folder / source.name).rename, folder / INPUT)
         try:
+            await self.state.store.artifacts.put(folder / INPUT)
             await self.state.store.batches.add(batch)
         except CoserveError:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await self._clear(batch.id)
             raise
         if await self.state.store.leases.claim("batch", batch.id):
             self._start(batch)
 
     async def cancel(self, batch: BatchRecord) -> BatchRecord | None:
         """Ends a batch, with the results that it has so far. Returns its row, None if it ends already."""
-        now = int(time.time())
-        found = await self.state.store.batches.change(
-            batch.id, ("validating", "in_progress"), status="cancelling", cancelling=now
-        )
+        found = await self.state.store.batches.cancel(batch.id, self._now())
         if found is None:
             return None
         if (running := self._under_way.get(batch.id)) is not None:
@@ -117,21 +116,25 @@ class Batches:
 
     async def _follow_others(self, lost: Set[LeaseKey]) -> None:
         """Leaves batches that other servers have taken, ends those that they have cancelled, and takes those
-        that nobody has, where their input is."""
+        that nobody has, where their input is here or in a store that servers share."""
         leases = self.state.store.leases
         for _, id in (key for key in lost if key[0] == "batch"):
             if (task := self._tasks.get(id)) is not None:
                 task.cancel()
-        for batch in await self.state.store.batches.unended():
+        unended = await self.state.store.batches.unended()
+        others = await leases.of_others("batch") if unended else ()
+        for batch in unended:
             if (running := self._under_way.get(batch.id)) is not None and batch.status == "cancelling":
                 self._end_work(running, "cancelled")
-            is_here = batch.id not in self._tasks and await asyncio.to_thread(self._has_input, batch.id)
-            if is_here and await leases.claim("batch", batch.id) and batch.id not in self._tasks:
+            is_free = batch.id not in self._tasks and batch.id not in others
+            can_run = is_free and await asyncio.to_thread(self._can_have_input, batch.id)
+            if can_run and await leases.claim("batch", batch.id) and batch.id not in self._tasks:
                 self._start(batch)
         await leases.release_but("batch", self._tasks)
 
-    def _has_input(self, batch: str) -> bool:
-        return (self.state.store.batch_folder(batch) / INPUT).exists()
+    def _can_have_input(self, batch: str) -> bool:
+        input = self.state.store.batch_folder(batch) / INPUT
+        return input.exists() or not (batch in self._nowhere or self.state.store.artifacts.is_here(input))
 
     def _start(self, batch: BatchRecord, in_turn: bool = True) -> None:
         task = asyncio.create_task(self._run(batch, in_turn), name=batch.id)
@@ -145,17 +148,20 @@ class Batches:
 
     async def _run(self, batch: BatchRecord, in_turn: bool) -> None:
         """Runs a batch in its tenant's turn, or once its time is over. Errors of the disk and the database
-        pass: it is tried again."""
+        pass: it is tried again, unless another server has taken it."""
         turn = self._turns.of(batch.tenant)
         if in_turn:
             try:
-                await asyncio.wait_for(turn.acquire(), max(batch.expires - time.time(), 0.0))
+                await asyncio.wait_for(turn.acquire(), max(batch.expires - self.state.store.clock(), 0.0))
             except TimeoutError:
                 in_turn = False
         try:
             while True:
                 try:
                     return await self._process(batch.id, batch.tenant)
+                except LeaseLost as error:
+                    log.warning("%s", error)
+                    return
                 except (OSError, CoserveError) as error:
                     log.warning("the batch %s cannot go on now: %s", batch.id, error)
                     await asyncio.sleep(_NOTE_SECONDS)
@@ -167,36 +173,41 @@ class Batches:
         store, folder = self.state.store, self.state.store.batch_folder(id)
         batch = await store.batches.get(tenant, id)
         owner = await store.tenants.get(tenant)
-        if batch is None or batch.status not in UNENDED or owner is None:
+        if batch is None or batch.status not in UNENDED:
+            return await self._clear(id)
+        if owner is None:
             return
-        input = folder / INPUT
+        input = await store.artifacts.get(folder / INPUT)
+        if not await asyncio.to_thread(input.exists):
+            log.warning("the batch %s waits for its server, which alone has its input", id)
+            self._nowhere.add(id)
+            return
         if not batch.total:
             total = await self._threads.run(tenant, count_lines, input)
             if not 0 < total <= MOST_LINES:
                 await self._refuse(batch, total)
                 return
-            await store.batches.change(id, UNENDED, total=total)
-            await store.batches.change(id, ("validating",), status="in_progress", began=int(time.time()))
+            await store.batches.advance(id, UNENDED, total=total)
+            await store.batches.advance(id, ("validating",), status="in_progress", began=self._now())
             batch = await store.batches.get(tenant, id) or batch
         opened = await self._threads.run(tenant, self._open, batch, folder)
         self._under_way[id] = opened
         if batch.cancelling is not None:
             opened.ends = "cancelled"
-        elif time.time() >= batch.expires:
+        elif self.state.store.clock() >= batch.expires:
             opened.ends = "expired"
         try:
             await self._advance(batch, owner, opened, input)
-            await self._finish(batch, opened, folder)
+            await self._finish(batch, opened)
         finally:
             del self._under_way[id]
             for file in (opened.output, opened.errors):
                 file.close()
 
     def _open(self, batch: BatchRecord, folder: Path) -> _RunningBatch:
-        files = [self._file(batch, letter, 0) for letter in "oe"]
-        paths = [self.state.store.file_path(file) for file in files]
-        output = ResultFile(folder / "output.jsonl", paths[0])
-        return _RunningBatch(output, ResultFile(folder / "errors.jsonl", paths[1]))
+        for left in (self.state.store.folder / "files").glob(f"file-{batch.id.rpartition('_')[2]}*"):
+            left.unlink()  # this server ended before it had told of it
+        return _RunningBatch(ResultFile(folder / "output.jsonl"), ResultFile(folder / "errors.jsonl"))
 
     async def _advance(self, batch: BatchRecord, owner: Tenant, running: _RunningBatch, input: Path) -> None:
         """Has all lines answered, as far as time, room and the tenant let them, and notes the others."""
@@ -217,7 +228,7 @@ class Batches:
 
     async def _look(self, batch: BatchRecord, running: _RunningBatch) -> None:
         """Ends a batch whose time is over, or whose results exceed its tenant's room."""
-        if time.time() >= batch.expires:
+        if self.state.store.clock() >= batch.expires:
             self._end_work(running, "expired")
         try:
             size = running.output.size + running.errors.size
@@ -252,6 +263,9 @@ class Batches:
             raise errors.exceptions[0] from None
         finally:
             reader.close()
+
+    def _now(self) -> int:
+        return int(self.state.store.clock())
 
     def _running(self) -> int:
         return _AT_ONCE if self.state.link.hello is None else self.state.link.hello.max_running
@@ -312,23 +326,41 @@ class Batches:
         finally:
             reader.close()
 
-    async def _finish(self, batch: BatchRecord, running: _RunningBatch, folder: Path) -> None:
+    async def _finish(self, batch: BatchRecord, running: _RunningBatch) -> None:
         """Makes files of the results, and ends the batch."""
-        batches, status, now = self.state.store.batches, running.ends or "completed", int(time.time())
+        batches, status, now = (
+            self.state.store.batches,
+            running.ends or "completed",
+            self._now(),
+        )
         if not running.ends:
-            await batches.change(batch.id, UNENDED, status="finalizing", finalizing=now)
+            await batches.advance(batch.id, UNENDED, status="finalizing", finalizing=now)
         files, results = list[File](), (running.output, running.errors)
         names: list[str | None] = []
         for letter, result in zip("oe", results, strict=True):
-            await self._threads.run(batch.tenant, result.settle)
-            files += [self._file(batch, letter, result.size)] if result.size else []
-            names.append(files[-1].id if result.size else None)
+            names.append(None)
+            if result.size:
+                files.append(self._file(batch, letter, result.size))
+                await self._threads.run(batch.tenant, result.settle, self.state.store.file_path(files[-1]))
+                names[-1] = files[-1].id
         values = {"status": status, "ended": now, "output_file": names[0], "error_file": names[1]}
         if status == "failed":
             values["errors"] = _said("quota_exceeded", _OVER["failed"])
         counts = {"completed": len(running.output.done), "failed": len(running.errors.done)}
-        if await batches.change(batch.id, UNENDED, files, **values, **counts) is not None:
+        try:
+            over = await batches.advance(batch.id, UNENDED, files, **values, **counts)
+        except LeaseLost:
+            for file in files:
+                await self.state.store.artifacts.discard(self.state.store.file_path(file))
+            raise
+        if over is not None:
             self.state.alert(f"batch.{status}", id=batch.id)
+        await self._clear(batch.id)
+
+    async def _clear(self, batch: str) -> None:
+        """Deletes what a batch has on the disk and in the artifact store, but for files of results."""
+        folder = self.state.store.batch_folder(batch)
+        await self.state.store.artifacts.discard(folder / INPUT)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _refuse(self, batch: BatchRecord, total: int) -> None:
@@ -336,22 +368,20 @@ class Batches:
         code, message = "empty_file", "The input file holds no requests."
         if total:
             code, message = "too_many_requests", f"The input file holds more than {MOST_LINES} requests."
-        now, said = int(time.time()), _said(code, message)
-        change = self.state.store.batches.change
-        if await change(batch.id, UNENDED, status="failed", ended=now, errors=said) is not None:
+        now, said = self._now(), _said(code, message)
+        advance = self.state.store.batches.advance
+        if await advance(batch.id, UNENDED, status="failed", ended=now, errors=said) is not None:
             self.state.alert("batch.failed", id=batch.id)
-        folder = self.state.store.batch_folder(batch.id)
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await self._clear(batch.id)
 
-    @staticmethod
-    def _file(batch: BatchRecord, letter: str, size: int) -> File:
-        """A file of results. Its id follows from the batch's, so that it is known whoever writes it."""
-        now, id = int(time.time()), batch.id.rpartition("_")[2]
+    def _file(self, batch: BatchRecord, letter: str, size: int) -> File:
+        """A file of results. Its id follows from the batch's and the lease, so that another attempt of this
+        server has the same, and one of another server has not."""
+        fence = self.state.store.leases.fence("batch", batch.id)
+        now, id = self._now(), of_attempt(batch.id.rpartition("_")[2] + letter, fence)
         name = f"{batch.id}_{'output' if letter == 'o' else 'error'}.jsonl"
         expires = None if batch.life is None else now + batch.life
-        return File(
-            f"file-{id}{letter}", batch.tenant, name, "batch_output", size, now, ".jsonl", expires=expires
-        )
+        return File(f"file-{id}", batch.tenant, name, "batch_output", size, now, ".jsonl", expires=expires)
 
 
 def _sweep(folder: Path, known: Container[str]) -> None:

@@ -1,7 +1,6 @@
 """`/v1/evals`: graders over data, with or without a model that answers."""
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -30,7 +29,6 @@ from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.routes.files import find_file, unknown_cursor
 from coserve.serve.state import Shared, State
-from coserve.serve.store.evals import UNFINISHED
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Page, Tenant
 from coserve.train.grading.asking import message_template, models_asked
@@ -68,7 +66,7 @@ async def create_eval(body: EvalRequest, caller: Caller, state: Shared) -> Respo
         new_id("eval"),
         caller.id,
         body.name or "Eval",
-        int(time.time()),
+        int(state.store.clock()),
         body.data_source_config.model_dump(),
         [dict(one) for one in body.testing_criteria],
         labels=body.metadata,
@@ -155,7 +153,7 @@ async def create_run(eval_id: str, body: EvalRunRequest, caller: Caller, state: 
         caller.id,
         found.id,
         body.name or "Run",
-        int(time.time()),
+        int(state.store.clock()),
         "queued",
         asked.model_dump(by_alias=True, exclude_none=True),
         {"counts": {}, "criteria": {}, "models": {}},
@@ -205,7 +203,7 @@ async def retrieve_run(eval_id: str, run_id: str, caller: Caller, state: Shared)
 async def cancel_run(eval_id: str, run_id: str, caller: Caller, state: Shared) -> Response:
     """Ends a run; its outcomes so far stay."""
     run = await _find_run(state, caller, eval_id, run_id)
-    if not await state.store.evals.move(run.id, UNFINISHED, "canceled"):
+    if not await state.store.evals.cancel(run.id):
         raise ApiError(409, f"The run {run_id} is over already.", code="run_is_over")
     state.alert("eval.run.canceled", id=run.id)
     return await _told(state, caller, _run(await _find_run(state, caller, eval_id, run_id)))

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from coserve.core.contained import contained
 from coserve.core.request import SamplingParams
-from coserve.errors import CoserveError, DataError, EngineLost, StateError
+from coserve.errors import CoserveError, DataError, EngineLost, LeaseLost, StateError
 from coserve.serve.answering.chat import Chat
 from coserve.serve.answering.cost import RequestSize
 from coserve.serve.answering.structure import Structure
@@ -24,7 +24,6 @@ from coserve.serve.evals.entries import Entry, read_entries
 from coserve.serve.evals.grade import ChatAnswer, ask, grade, grader_of
 from coserve.serve.schema.common import MOST_TOKEN_ID
 from coserve.serve.state import State
-from coserve.serve.store.evals import UNFINISHED
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Tenant
@@ -132,6 +131,9 @@ async def _finish(state: State, run: EvalRunRecord) -> None:
         try:
             await _go_on(state, run)
             break
+        except LeaseLost as lost:
+            log.warning("%s", lost)
+            return
         except (EngineLost, StateError):
             await asyncio.sleep(_AGAIN)
         except ApiError as refused:
@@ -145,8 +147,11 @@ async def _finish(state: State, run: EvalRunRecord) -> None:
             break
     while True:
         try:
-            if await state.store.evals.move(run.id, UNFINISHED, "failed" if error else "completed", error):
+            if await state.store.evals.advance(run.id, "failed" if error else "completed", error):
                 state.alert(f"eval.run.{'failed' if error else 'succeeded'}", id=run.id)
+            return
+        except LeaseLost as lost:
+            log.warning("%s", lost)
             return
         except StateError:
             await asyncio.sleep(_AGAIN)
@@ -159,7 +164,7 @@ async def _go_on(state: State, run: EvalRunRecord) -> None:
     parent = await state.store.evals.get(EvalRecord, run.tenant, run.eval)
     if tenant is None or parent is None:
         return
-    await state.store.evals.move(run.id, UNFINISHED, "in_progress")
+    await state.store.evals.advance(run.id, "in_progress")
     entries = await _entries(state, tenant, run)
     criteria = await criteria_of(state, tenant, parent.criteria)
     if run.model is not None:

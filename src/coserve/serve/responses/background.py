@@ -10,7 +10,7 @@ from typing import Annotated, Final
 from fastapi import Depends, Request
 
 from coserve.core.contained import contained
-from coserve.errors import CoserveError, EngineLost
+from coserve.errors import CoserveError, EngineLost, LeaseLost
 from coserve.serve.errors import ApiError
 from coserve.serve.responses.events import ENDED, ResponseWriter, restored
 from coserve.serve.responses.items import read_item
@@ -62,7 +62,9 @@ class ResponseRuns:
         """Goes on with all that were under way when a server ended."""
         leases = self._state.store.leases
         for row in await self._state.store.responses.unfinished():
-            if row.id not in self._runs and await leases.claim("response", row.id):
+            if row.id in self._runs or not await leases.claim("response", row.id):
+                continue
+            if row.id not in self._runs:  # another turn of this may have been first
                 self._start(row, None)
 
     async def _follow_others(self, lost: Set[LeaseKey]) -> None:
@@ -133,6 +135,9 @@ class ResponseRuns:
                     async for _ in produced(self._state, run.work):
                         pass
                     return
+                except LeaseLost as lost:
+                    log.warning("%s", lost)
+                    return
                 except (ApiError, EngineLost) as error:
                     has_room = not isinstance(error, ApiError) or error.status != 429
                     if has_room and (run.work is not None or isinstance(error, ApiError)):
@@ -159,6 +164,8 @@ class ResponseRuns:
         while True:
             try:
                 return await self._end(row, writer)
+            except LeaseLost as lost:
+                return log.warning("%s", lost)
             except CoserveError as failed:
                 log.warning("the response %s cannot be stored now: %s", row.id, failed)
                 await asyncio.sleep(_AGAIN_SECONDS)

@@ -1,7 +1,6 @@
 """`/v1/conversations`."""
 
 from collections.abc import Sequence
-from time import time
 from typing import Final
 
 from fastapi import APIRouter, Response
@@ -35,8 +34,8 @@ router = APIRouter(route_class=JsonRoute, tags=["Conversations"])
 @router.post(CONVERSATIONS, responses=error_responses(404), summary="Begin a conversation")
 async def create_conversation(body: ConversationRequest, caller: Caller, state: Shared) -> ConversationObject:
     """Makes a list of items that responses go on with. It is kept until it is deleted."""
-    row = ConversationRecord(new_id("conv"), caller.id, int(time()), body.metadata or {})
-    await state.store.responses.converse(row, await _rows(state, caller, row.id, body.items or ()))
+    row = ConversationRecord(new_id("conv"), caller.id, int(state.store.clock()), body.metadata or {})
+    await state.store.conversations.add(row, await _rows(state, caller, row.id, body.items or ()))
     return _shown(row)
 
 
@@ -51,7 +50,7 @@ async def update_conversation(
     conversation_id: str, body: ConversationUpdate, caller: Caller, state: Shared
 ) -> ConversationObject:
     """Puts other metadata in place of a conversation's own."""
-    row = await state.store.responses.label(caller.id, conversation_id, body.metadata or {})
+    row = await state.store.conversations.label(caller.id, conversation_id, body.metadata or {})
     if row is None:
         raise _unknown(conversation_id)
     return _shown(row)
@@ -60,7 +59,7 @@ async def update_conversation(
 @router.delete(_ONE, responses=error_responses(404), summary="Delete a conversation")
 async def delete_conversation(conversation_id: str, caller: Caller, state: Shared) -> ConversationDeleted:
     """Deletes a conversation. Responses that were made in it keep their items."""
-    if not await state.store.responses.end_conversation(caller.id, conversation_id):
+    if not await state.store.conversations.remove(caller.id, conversation_id):
         raise _unknown(conversation_id)
     return ConversationDeleted(id=conversation_id)
 
@@ -71,7 +70,7 @@ async def create_items(
 ) -> Response:
     """Adds items to a conversation, each with a new id."""
     rows = await _rows(state, caller, conversation_id, body.items)
-    if not await state.store.responses.extend(caller.id, conversation_id, rows):
+    if not await state.store.conversations.extend(caller.id, conversation_id, rows):
         raise _unknown(conversation_id)
     return await listed(state, caller, Page(tuple(rows), False), None)
 
@@ -87,16 +86,14 @@ async def list_items(
 ) -> Response:
     """The items of a conversation, the newest first unless `order` says otherwise."""
     await _found(state, caller, conversation_id)
-    page = await state.store.responses.page(
-        caller.id, after, limit, order == "asc", conversation=conversation_id
-    )
+    page = await state.store.conversations.page(caller.id, conversation_id, after, limit, order == "asc")
     return await listed(state, caller, page, after)
 
 
 @router.get(_ITEM, responses=error_responses(404), summary="Retrieve an item")
 async def retrieve_item(conversation_id: str, item_id: str, caller: Caller, state: Shared) -> Response:
     """One item of a conversation."""
-    item = await state.store.responses.item(caller.id, conversation_id, item_id)
+    item = await state.store.conversations.item(caller.id, conversation_id, item_id)
     if item is None:
         raise not_found(f"Item with id '{item_id}' not found.", "item_id")
     return await pieced(state.bodies, caller.id, cut(item.encode()), "application/json")
@@ -108,7 +105,7 @@ async def delete_item(
 ) -> ConversationObject:
     """Takes an item out of a conversation."""
     row = await _found(state, caller, conversation_id)
-    if not await state.store.responses.remove_item(caller.id, conversation_id, item_id):
+    if not await state.store.conversations.remove_item(caller.id, conversation_id, item_id):
         raise not_found(f"Item with id '{item_id}' not found.", "item_id")
     return _shown(row)
 
@@ -128,7 +125,7 @@ async def _rows(
 
 
 async def _found(state: State, caller: Tenant, id: str) -> ConversationRecord:
-    row = await state.store.responses.conversation(caller.id, id)
+    row = await state.store.conversations.get(caller.id, id)
     if row is None:
         raise _unknown(id)
     return row

@@ -177,7 +177,7 @@ async def list_input_items(
 ) -> Response:
     """The items of a response's own request; those of the responses before it are theirs."""
     await _found(state, caller, response_id)
-    page = await state.store.responses.page(caller.id, after, limit, order == "asc", response=response_id)
+    page = await state.store.responses.page(caller.id, response_id, after, limit, order == "asc")
     return await listed(state, caller, page, after)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from time import time
 from typing import Any, Final
 
 import msgspec
@@ -103,7 +102,7 @@ async def composed(state: State, tenant: Tenant, body: PromptBody) -> Composed:
     if of is not None and body.previous_response_id is not None:
         message = "previous_response_id and conversation do not go together."
         raise ApiError(400, message, param="previous_response_id", code="invalid_value")
-    if of is not None and await store.conversation(tenant.id, of) is None:
+    if of is not None and await state.store.conversations.get(tenant.id, of) is None:
         raise not_found(f"Conversation with id '{of}' not found.", "conversation")
     earlier: Sequence[str] = ()
     if of is not None or body.previous_response_id is not None:
@@ -226,7 +225,7 @@ async def prepared(
         top_p=1.0 if body.top_p is None else body.top_p,
     )
     call = await called(builder, made, sampling, body.max_output_tokens)
-    id, created = (new_id("resp"), int(time())) if of is None else (of.id, of.created)
+    id, created = (new_id("resp"), int(state.store.clock())) if of is None else (of.id, of.created)
     fixed = await state.bodies.run(tenant.id, _fixed, body, id, created, call.model.name)
     writer = ResponseWriter(fixed, call.markup, SEALED in (body.include or ()))
     if body.background:

@@ -1,6 +1,5 @@
 """`/v1/batches`: the lines of a file as requests."""
 
-import time
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -43,7 +42,7 @@ async def create_batch(body: BatchRequest, caller: Caller, state: Shared, runner
         status="validating",
         endpoint=body.endpoint,
         input_file=file.id,
-        created=int(time.time()),
+        created=int(state.store.clock()),
         window=int(body.completion_window[:-1]) * _HOUR,
         life=None if body.output_expires_after is None else body.output_expires_after.seconds,
         labels=body.metadata,

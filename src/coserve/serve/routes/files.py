@@ -1,7 +1,6 @@
 """`/v1/files`: training data in, results out."""
 
 import asyncio
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -57,7 +56,7 @@ async def upload_file(request: Request, caller: Caller, state: Shared) -> FileOb
     upload = Upload(partial_of(state.settings.files / id), state.settings.max_file_bytes)
     try:
         await upload.receive(request)
-        file = _described(upload, id, caller)
+        file = _described(upload, id, caller, int(state.store.clock()))
         path = state.store.file_path(file)
         upload.path = upload.path.rename(partial_of(path))  # its suffix says how to read it
         file = await surveyed(request, state, caller, upload.path, file)
@@ -135,7 +134,7 @@ def unknown_cursor(after: str | None) -> ApiError:
     return ApiError(400, f"The list holds no '{after}' to go on after.", param="after", code="invalid_cursor")
 
 
-def _described(upload: Upload, id: str, tenant: Tenant) -> File:
+def _described(upload: Upload, id: str, tenant: Tenant, now: int) -> File:
     """Purpose that the form states for the upload. Raises ApiError 400."""
     purpose = upload.fields.pop("purpose", None)
     if purpose is None:
@@ -145,18 +144,17 @@ def _described(upload: Upload, id: str, tenant: Tenant) -> File:
         known = " and ".join(f"'{name}'" for name in UPLOADED)
         message = f"Invalid value for 'purpose': '{purpose}'; files are uploaded for {known}."
         raise ApiError(400, message, param="purpose", code="invalid_value")
-    now = int(time.time())
     expires = _expires(upload, now)
     if upload.fields:
         name = min(upload.fields)
         raise ApiError(400, f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
-    file = described_file(tenant, upload.filename or "", purpose, upload.bytes, expires)
+    file = described_file(tenant, upload.filename or "", purpose, upload.bytes, now, expires)
     return replace(file, id=id)
 
 
-def described_file(tenant: Tenant, name: str, purpose: str, size: int, expires: int | None) -> File:
+def described_file(tenant: Tenant, name: str, purpose: str, size: int, now: int, expires: int | None) -> File:
     """A file that is uploaded now, with a new id."""
-    name, now = name[:_LONGEST_NAME], int(time.time())
+    name = name[:_LONGEST_NAME]
     return File(new_id("file"), tenant.id, name, purpose, size, now, suffix_of(name), expires=expires)
 
 

@@ -82,7 +82,7 @@ async def list_figures(
     """Figures of the optimizer steps in order, for a curve: of a long job at most `limit` of them, at equal
     distances, and the last."""
     job = await find_job(state, caller, job_id)
-    found = await state.store.jobs.figures(job.id, after_step, limit)
+    found = await state.store.job_history.figures(job.id, after_step, limit)
     return FigureList.model_validate({"data": found})
 
 
@@ -119,9 +119,9 @@ async def _told_live(state: State, caller: Tenant, job: JobRecord, seen: int) ->
             if found is None:
                 break
             job, seen = found, min(seen, found.step)  # a resumed job repeats steps
-            checkpoints = await state.store.jobs.checkpoints(job.id, None, 1000)
+            checkpoints = await state.store.job_history.checkpoints(job.id, None, 1000)
             rows = () if checkpoints is None else checkpoints.records
-            figures = await state.store.jobs.figures(job.id, seen, _LIVE_FIGURES)
+            figures = await state.store.job_history.figures(job.id, seen, _LIVE_FIGURES)
             shown = shown_job(state, job)
             now = (shown, tuple((row.step, row.metrics) for row in rows))
             if figures or now != before:

@@ -1,7 +1,6 @@
 """`/v1/fine_tuning`: OpenAI's fine-tuning API, and the validation of jobs."""
 
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Annotated, Any
@@ -134,7 +133,7 @@ async def _asked(
         model=model.name if state.catalog.alias_of(body.model) else body.model,
         name=_name_of(model, caller, body.suffix, id),
         base=model.base,
-        created=int(time.time()),
+        created=int(state.store.clock()),
         training_file=training.id,
         validation_file=body.validation_file,
         seed=seed,
@@ -318,7 +317,7 @@ async def list_events(
     """Lists what happened to a job, the newest first. Events of type `metrics` hold an optimizer step's
     figures."""
     job = await find_job(state, caller, job_id)
-    page = await state.store.jobs.events(job.id, after, limit)
+    page = await state.store.job_history.events(job.id, after, limit)
     if page is None:
         raise unknown_cursor(after)
     shown = [WrittenJson(written_later(_event, event)) for event in page.records]
@@ -336,7 +335,7 @@ async def list_checkpoints(
 ) -> Response:
     """A job's adapter at several steps, the newest first. Each can be sampled while the job runs."""
     job = await find_job(state, caller, job_id)
-    page = await state.store.jobs.checkpoints(job.id, after, limit)
+    page = await state.store.job_history.checkpoints(job.id, after, limit)
     if page is None:
         raise unknown_cursor(after)
     ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)

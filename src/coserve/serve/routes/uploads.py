@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -47,7 +46,7 @@ async def create_upload(body: UploadRequest, caller: Caller, state: Shared) -> U
     free = (await asyncio.to_thread(shutil.disk_usage, state.settings.state)).free
     if body.bytes > free - DISK_RESERVE:
         raise ApiError(507, "The server's disk has no room for this file.", code="disk_full")
-    now, life = int(time.time()), None if body.expires_after is None else body.expires_after.seconds
+    now, life = int(state.store.clock()), None if body.expires_after is None else body.expires_after.seconds
     upload = UploadRecord(
         new_id("upload").replace("-", "_", 1), caller.id, "pending", body.filename, body.purpose, body.bytes,
         body.bytes, now, now + _SECONDS, life,
@@ -78,7 +77,7 @@ async def add_upload_part(
             raise _missing(upload_id) from None
         finally:
             part.path.unlink(missing_ok=True)
-    return UploadPartObject(id=id, created_at=int(time.time()), upload_id=upload.id)
+    return UploadPartObject(id=id, created_at=int(state.store.clock()), upload_id=upload.id)
 
 
 @router.post("/{upload_id}/complete", responses=error_responses(404, 409), summary="Complete an upload")
@@ -88,9 +87,9 @@ async def complete_upload(
     """Makes a file of parts in the order in which they are named, and checks it as one that came whole."""
     async with _turns.of(upload_id):
         upload = await _pending(state, caller, upload_id)
-        folder, now = state.store.upload_folder(upload.id), int(time.time())
+        folder, now = state.store.upload_folder(upload.id), int(state.store.clock())
         expires = None if upload.life is None else now + upload.life
-        file = described_file(caller, upload.filename, upload.purpose, upload.size, expires)
+        file = described_file(caller, upload.filename, upload.purpose, upload.size, now, expires)
         path = state.store.file_path(file)
         partial = partial_of(path)
         try:
@@ -125,7 +124,7 @@ async def _pending(state: State, caller: Tenant, id: str) -> UploadRecord:
     upload = await state.store.uploads.get(caller.id, id)
     if upload is None:
         raise _missing(id)
-    if upload.status != "pending" or upload.expires <= time.time():
+    if upload.status != "pending" or upload.expires <= state.store.clock():
         status = "expired" if upload.status == "pending" else upload.status
         raise ApiError(409, f"The upload is {status}.", code="upload_over")
     return upload

@@ -1,6 +1,6 @@
 """Rows of batches."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from sqlalchemy import func, select, update
@@ -10,15 +10,17 @@ from coserve.errors import QuotaExceeded
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of
 from coserve.serve.store.files import PutFile
+from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import BatchRecord, File, Page
 
 UNENDED: Final = ("validating", "in_progress", "finalizing", "cancelling")
+INPUT: Final = "input.jsonl"  # in a batch's folder
 MOST_UNENDED: Final = 64  # batches of one tenant
 
 
 class BatchStore:
-    """Batches and their owners. Only the server's runner of batches changes a row that is there."""
+    """Batches and their tenants. What the server that runs a batch writes about it is fenced by its lease."""
 
     def __init__(
         self,
@@ -27,9 +29,10 @@ class BatchStore:
         quotas: Quotas,
         creations: CreationStore,
         put: PutFile,
+        leases: Leases,
     ) -> None:
         self._database, self._clock, self._quotas, self._creations = database, clock, quotas, creations
-        self._put = put
+        self._put, self._leases = put, leases
 
     async def add(self, batch: BatchRecord) -> None:
         """Adds a batch. Raises QuotaExceeded."""
@@ -62,19 +65,36 @@ class BatchStore:
         found = select(BatchRecord).where(BatchRecord.status.in_(UNENDED)).order_by(BatchRecord.number)
         return await self._database.read(lambda session: tuple(session.scalars(found)))
 
-    async def change(
+    async def cancel(self, id: str, now: int) -> BatchRecord | None:
+        """Asks the owner of a batch that has not begun to end to cancel it; returns it, None for others."""
+        changed = {"status": "cancelling", "cancelling": now}
+        return await self._database.write(
+            lambda session: _changed(session, id, ("validating", "in_progress"), changed)
+        )
+
+    async def advance(
         self, id: str, source: Collection[str], files: Sequence[File] = (), **values: Any
     ) -> BatchRecord | None:
-        """Changes columns of a batch whose status is one of `source`, and adds its files; returns it, None
-        if it has another status. Raises StateError where the artifact store is away."""
+        """Changes columns of this server's batch whose status is one of `source`, and adds its files; returns
+        it, None if it has another status. Raises LeaseLost where another server has taken it, and StateError
+        where the artifact store is away."""
         for file in files:
             await self._put(file)
 
         def write(session: Session) -> BatchRecord | None:
-            wanted = BatchRecord.id == id, BatchRecord.status.in_(source)
-            if not session.execute(update(BatchRecord).where(*wanted).values(**values)).rowcount:  # type: ignore[attr-defined]
-                return None
-            session.add_all(files)
-            return session.scalar(select(BatchRecord).where(BatchRecord.id == id))
+            self._leases.require(session, "batch", id)
+            found = _changed(session, id, source, values)
+            if found is not None:
+                session.add_all(files)
+            return found
 
         return await self._database.write(write)
+
+
+def _changed(
+    session: Session, id: str, source: Collection[str], values: Mapping[str, Any]
+) -> BatchRecord | None:
+    wanted = BatchRecord.id == id, BatchRecord.status.in_(source)
+    if not session.execute(update(BatchRecord).where(*wanted).values(**values)).rowcount:  # type: ignore[attr-defined]
+        return None
+    return session.scalar(select(BatchRecord).where(BatchRecord.id == id))

@@ -5,6 +5,7 @@
 
 import asyncio
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,10 @@ class Database(ABC):
     @abstractmethod
     def now(self, session: Session) -> float:
         """The database's clock, in seconds: one for all servers."""
+
+    def clock(self) -> float:
+        """Seconds since 1970, by which all servers of the database decide what has expired."""
+        return time.time()
 
     def close(self) -> None:
         """Waits for running transactions and closes the database."""

@@ -48,7 +48,7 @@ def link_files(source: Path, folder: Path, names: Iterable[str] | None = None) -
     partial.mkdir()
     try:
         for name in sorted(os.listdir(source) if names is None else names):
-            _link(source / name, partial / name)
+            link_file(source / name, partial / name)
         disk.sync_path(partial)
         settle(partial, folder)
     except BaseException:
@@ -56,7 +56,8 @@ def link_files(source: Path, folder: Path, names: Iterable[str] | None = None) -
         raise
 
 
-def _link(source: Path, target: Path) -> None:
+def link_file(source: Path, target: Path) -> None:
+    """Makes a hard link, or a copy on a disk without links. Raises OSError."""
     try:
         os.link(source, target)
     except OSError:

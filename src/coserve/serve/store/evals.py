@@ -1,6 +1,6 @@
 """Rows of evals, their runs and the outcomes of these."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from sqlalchemy import ColumnElement, delete, func, select, update
@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 
 from coserve.errors import QuotaExceeded
 from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Page
 
@@ -19,10 +20,13 @@ _AT_ONCE: Final = 500  # rows in one transaction: the writing thread is shared
 
 
 class EvalStore:
-    """Evals by tenant. A run's `tally` is changed with each outcome, in its transaction."""
+    """Evals by tenant. A run's `tally` is changed with each outcome, in its transaction. What the server that
+    makes a run writes about it is fenced by its lease."""
 
-    def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
-        self._database, self._clock, self._quotas = database, clock, quotas
+    def __init__(
+        self, database: Database, clock: Callable[[], float], quotas: Quotas, leases: Leases
+    ) -> None:
+        self._database, self._clock, self._quotas, self._leases = database, clock, quotas, leases
 
     async def add(self, row: EvalRecord) -> None:
         """Adds an eval. Raises QuotaExceeded."""
@@ -76,18 +80,17 @@ class EvalStore:
         changed = update(EvalRecord).where(EvalRecord.id == id).values(**values)
         await self._database.write(lambda session: session.execute(changed))
 
-    async def move(
-        self, run: str, source: Collection[str], status: str, error: Mapping[str, Any] | None = None
-    ) -> bool:
-        """Changes a run's status if it is one of `source`; False if it is another, or the run is gone."""
+    async def cancel(self, run: str) -> bool:
+        """Ends a run that is not over; False for others."""
+        return await self._database.write(lambda session: _moved(session, run, "canceled", None))
+
+    async def advance(self, run: str, status: str, error: Mapping[str, Any] | None = None) -> bool:
+        """Changes the status of this server's run, if that is not over; False for others. Raises LeaseLost
+        where another server has taken it."""
 
         def write(session: Session) -> bool:
-            found = session.scalar(
-                select(EvalRunRecord).where(EvalRunRecord.id == run, EvalRunRecord.status.in_(source))
-            )
-            if found is not None:
-                found.status, found.error = status, None if error is None else dict(error)
-            return found is not None
+            self._leases.require(session, "eval", run)
+            return _moved(session, run, status, error)
 
         return await self._database.write(write)
 
@@ -108,9 +111,11 @@ class EvalStore:
 
     async def add_item(self, row: EvalItemRecord, usage: Mapping[str, tuple[int, int]]) -> bool:
         """Adds an outcome, and counts it and the tokens that models have read and written for it in the run's
-        tally; False where the run is not in progress, or has it. Raises QuotaExceeded."""
+        tally; False where the run is not in progress, or has it. Raises QuotaExceeded, and LeaseLost where
+        another server has taken the run."""
 
         def write(session: Session) -> bool:
+            self._leases.require(session, "eval", row.run)
             run = session.scalar(
                 select(EvalRunRecord).where(
                     EvalRunRecord.id == row.run, EvalRunRecord.status == "in_progress"
@@ -135,7 +140,7 @@ class EvalStore:
             is None
         ):
             return False
-        await self.move(run, UNFINISHED, "canceled")
+        await self.cancel(run)
         await self._delete(EvalItemRecord, EvalItemRecord.run == run)
         await self._delete(EvalRunRecord, own)
         return True
@@ -159,6 +164,15 @@ class EvalStore:
 
         while await self._database.write(write) == _AT_ONCE:
             pass
+
+
+def _moved(session: Session, run: str, status: str, error: Mapping[str, Any] | None) -> bool:
+    found = session.scalar(
+        select(EvalRunRecord).where(EvalRunRecord.id == run, EvalRunRecord.status.in_(UNFINISHED))
+    )
+    if found is not None:
+        found.status, found.error = status, None if error is None else dict(error)
+    return found is not None
 
 
 def _with(

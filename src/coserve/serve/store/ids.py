@@ -16,3 +16,9 @@ def new_id(kind: str) -> str:
 def tail_of(id: str) -> str:
     """Random part of an id."""
     return id.rpartition("-")[2]
+
+
+def of_attempt(name: str, fence: int) -> str:
+    """The name of what the owner with this fencing number makes. Each owner has names of its own, so what one
+    writes that has lost its lease is never in the place of what the next one has published."""
+    return name if fence <= 1 else f"{name}.{fence}"

@@ -110,15 +110,21 @@ class JobEventStore:
 
         await self._take(mark, news.job, write)
 
-    async def checkpointed(self, mark: NewsMark, news: JobCheckpoint) -> None:
-        """Stores a checkpoint, which requests can then name."""
+    async def checkpointed(self, mark: NewsMark, news: JobCheckpoint) -> Path | None:
+        """Stores a checkpoint, which requests can then name. Returns the path of the one of that step that it
+        replaces, as another server's; None where there is none."""
+        replaced: Path | None = None
 
         def write(session: Session, job: JobRecord, now: int) -> None:
+            nonlocal replaced
             path, losses = self._relative(Path(news.path)), _losses(news)
             size = bytes_in(Path(news.path), RESUMING)
             _add_validation(session, news)
             known = _at(session, CheckpointRecord, news)
             if known is not None:  # an engine that resumes from it reports it again
+                replaced = None if known.path == path else known.path
+                if known.digest != news.digest:  # other contents are another version
+                    known.id = new_id("ftckpt")
                 known.path, known.digest, known.metrics, known.bytes = path, news.digest, losses, size
                 return
             id, name = new_id("ftckpt"), f"{job.name}:ckpt-step-{news.step}"
@@ -126,6 +132,7 @@ class JobEventStore:
             add_event(session, job, now, f"Checkpoint created at step {news.step}: {name}")
 
         await self._take(mark, news.job, write)
+        return replaced
 
     async def succeeded(
         self, mark: NewsMark | None, id: str, step: int, adapter: Adapter, result: File

@@ -1,4 +1,4 @@
-"""Rows of fine-tuning jobs, their events and checkpoints, for the API."""
+"""Rows of fine-tuning jobs, and the order in which they begin."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
@@ -16,13 +16,13 @@ from coserve.serve.store.ids import new_id
 from coserve.serve.store.labels import has_label, has_no_labels
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Page
+from coserve.serve.store.records import Event, File, JobRecord, Page
 
 _ASKED_FOR: Final = (JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.CANCELLED)  # others are the server's doing
 
 
 class JobStore:
-    """Jobs by tenant. `JobEventStore` stores engines' events."""
+    """Jobs by tenant. `JobEventStore` stores engines' events, and `JobHistory` reads them."""
 
     def __init__(
         self,
@@ -94,29 +94,6 @@ class JobStore:
         return await self._database.read(
             lambda session: page_of(session, JobRecord, own, after, limit, filters=wanted)
         )
-
-    async def events(self, job: str, after: str | None, limit: int) -> Page[Event] | None:
-        """A job's events after the one with id `after`, the newest first; None if it has no such event."""
-        wanted = (Event.job == job,)
-        return await self._database.read(lambda session: page_of(session, Event, wanted, after, limit))
-
-    async def checkpoints(self, job: str, after: str | None, limit: int) -> Page[CheckpointRecord] | None:
-        """A job's checkpoints after the one with id `after`, the newest first; None if it has no such
-        checkpoint."""
-        wanted = (CheckpointRecord.job == job,)
-        return await self._database.read(
-            lambda session: page_of(session, CheckpointRecord, wanted, after, limit)
-        )
-
-    async def all_checkpoints(self, job: str) -> tuple[CheckpointRecord, ...]:
-        """A job's checkpoints by their steps."""
-        found = select(CheckpointRecord).where(CheckpointRecord.job == job).order_by(CheckpointRecord.step)
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
-
-    async def metrics(self, job: str) -> tuple[dict[str, Any], ...]:
-        """The figures of every optimizer step, in order."""
-        found = select(Event.data).where(Event.job == job, Event.step.is_not(None)).order_by(Event.step)
-        return await self._database.read(lambda session: tuple(filter(None, session.scalars(found))))
 
     async def unfinished(self) -> tuple[JobRecord, ...]:
         """All tenants' unfinished jobs in the order in which they begin: that of their creation, unless a
@@ -231,26 +208,6 @@ class JobStore:
             return True
 
         return await self._database.write(write)
-
-    async def figures(self, job: str, after: int, most: int) -> tuple[dict[str, Any], ...]:
-        """The figures of a job's optimizer steps after `after`, in order: all, or where these are more than
-        `most`, which is two or more, some at equal distances and the last."""
-        own = Event.job == job, Event.step > after
-
-        def read(session: Session) -> tuple[dict[str, Any], ...]:
-            first, last = session.execute(
-                select(func.min(Event.step), func.max(Event.step)).where(*own)
-            ).one()
-            if first is None or last is None:
-                return ()
-            stride = max(1, -(-(last - first) // (most - 1)))
-            kept = or_((Event.step - first) % stride == 0, Event.step == last)
-            rows = session.execute(
-                select(Event.step, Event.created, Event.data).where(*own, kept).order_by(Event.step)
-            )
-            return tuple({**(data or {}), "step": step, "created_at": at} for step, at, data in rows)
-
-        return await self._database.read(read)
 
 
 _ORDER: Final = func.coalesce(JobRecord.place, JobRecord.number)

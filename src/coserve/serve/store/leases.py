@@ -16,7 +16,7 @@ from typing import Final
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
-from coserve.errors import StateError
+from coserve.errors import CoserveError, LeaseLost, StateError
 from coserve.serve.store.database import Database
 from coserve.serve.store.records import LeaseRecord
 
@@ -58,6 +58,18 @@ class Leases:
         fence = await self._database.write(lambda session: self.take(session, kind, subject))
         return self.note(kind, subject, fence)
 
+    async def claim_left(self, kind: str, subject: str) -> bool:
+        """Takes a lease that its owner did not give back before its end came, or that an earlier start of
+        this server had; False for any other."""
+
+        def write(session: Session) -> int | None:
+            found = session.get(LeaseRecord, (kind, subject))
+            own = found is not None and (found.owner, found.fence) == (self.owner, self.fence(kind, subject))
+            is_left = found is not None and found.owner != NOBODY and not own
+            return self.take(session, kind, subject) if is_left else None
+
+        return self.note(kind, subject, await self._database.write(write))
+
     def take(self, session: Session, kind: str, subject: str) -> int | None:
         """Takes a lease in a transaction, after which `note` gets the fencing number; None if another server
         has it."""
@@ -87,6 +99,11 @@ class Leases:
         found = session.get(LeaseRecord, (kind, subject), with_for_update={"read": True})
         return found is not None and (found.owner, found.fence) == (self.owner, self.fence(kind, subject))
 
+    def require(self, session: Session, kind: str, subject: str) -> None:
+        """Raises LeaseLost unless `holds`: nothing of the transaction is written."""
+        if not self.holds(session, kind, subject):
+            raise LeaseLost(f"another server has taken over the {kind} {subject}")
+
     async def keep(self) -> None:
         """Renews leases until cancelled, and has what works with them follow."""
         while True:
@@ -95,7 +112,7 @@ class Leases:
                 lost = await self.renew()
                 for follow in self.on_renewed:
                     await follow(lost)
-            except StateError as error:
+            except CoserveError as error:
                 log.warning("leases cannot be renewed now: %s", error)
 
     async def release_but(self, kind: str, under_way: Collection[str]) -> None:

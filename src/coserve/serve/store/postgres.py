@@ -67,6 +67,7 @@ class PostgresDatabase(Database):
                 connection.execute(text("SET LOCAL lock_timeout = 0"))
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATING})
                 migrate(connection, self._name)
+                self._note(float(connection.scalar(_NOW) or 0.0))
         except DBAPIError as error:
             self.close()
             raise cannot_be_used(self._name, _said(error)) from error
@@ -76,7 +77,16 @@ class PostgresDatabase(Database):
 
     def now(self, session: Session) -> float:
         """The clock of the database's server, in seconds."""
-        return float(session.scalar(_NOW))
+        return self._note(float(session.scalar(_NOW)))
+
+    def clock(self) -> float:
+        """The clock of the database's server, as `now` last told it: it goes on by this process' monotonic
+        clock, so one of this machine that is set wrong, or jumps, decides nothing."""
+        return time.monotonic() + self._ahead
+
+    def _note(self, now: float) -> float:
+        self._ahead = now - time.monotonic()
+        return now
 
     def _run(self, engine: Engine, work: Callable[[Session], R]) -> R:
         until, pause, broke, twice = time.monotonic() + RETRY_SECONDS, 0.002, False, 0

@@ -1,15 +1,17 @@
-"""Rows of responses and conversations, and of the items of both."""
+"""Rows of responses, and of their items."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from sqlalchemy import ColumnElement, delete, func, literal, select, update
 from sqlalchemy.orm import Session, aliased
 
 from coserve.errors import PromptTooLong
+from coserve.serve.store.conversations import conversation_in
 from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import ConversationRecord, ItemRecord, Page, ResponseRecord
+from coserve.serve.store.records import ItemRecord, Page, ResponseRecord
 
 UNDER_WAY: Final = ("queued", "in_progress")
 MOST_EARLIER: Final = 2048  # items that come before those of a request, and responses in a line
@@ -18,14 +20,14 @@ MOST_OLD: Final = 500  # responses that one turn deletes: the writing thread is 
 
 
 class ResponseStore:
-    """Responses and conversations of a tenant, with their items.
+    """Responses of a tenant, with their items; `ConversationStore` has those of conversations.
 
     An item belongs to a response, to a conversation, or to both, and goes with the last of them. Those of a
     response under way are in its conversation once it has ended.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
-        self._database, self._clock, self._quotas = database, clock, quotas
+    def __init__(self, database: Database, quotas: Quotas, leases: Leases) -> None:
+        self._database, self._quotas, self._leases = database, quotas, leases
 
     async def check_room(self, tenant: str) -> None:
         """Raises QuotaExceeded where the tenant may keep nothing more."""
@@ -45,9 +47,11 @@ class ResponseStore:
         await self._database.write(write)
 
     async def end(self, row: ResponseRecord, output: Sequence[ItemRecord]) -> bool:
-        """Stores the end of a response that is under way; False where it is not any more."""
+        """Stores the end of a response that this server makes; False where it is not under way any more.
+        Raises LeaseLost where another server has taken it."""
 
         def write(session: Session) -> bool:
+            self._leases.require(session, "response", row.id)
             is_own = ResponseRecord.id == row.id, ResponseRecord.status.in_(UNDER_WAY)
             found = session.scalar(select(ResponseRecord).where(*is_own))
             if found is None:
@@ -145,94 +149,15 @@ class ResponseStore:
         return await self._database.read(read)
 
     async def page(
-        self,
-        tenant: str,
-        after: str | None,
-        limit: int,
-        ascending: bool,
-        *,
-        response: str | None = None,
-        conversation: str | None = None,
+        self, tenant: str, response: str, after: str | None, limit: int, ascending: bool
     ) -> Page[ItemRecord] | None:
-        """Items of the request of a response, or of a conversation; None if `after` is none of them."""
-        wanted = [ItemRecord.tenant == tenant]
-        if response is not None:
-            wanted += [ItemRecord.response == response, ~ItemRecord.output]
-        else:
-            wanted.append(ItemRecord.conversation == conversation)
+        """Items of the request of a response; None if `after` is none of them."""
+        wanted = [ItemRecord.tenant == tenant, ItemRecord.response == response, ~ItemRecord.output]
         return await self._database.read(
             lambda session: page_of(
                 session, ItemRecord, wanted, after, limit, ascending, func.length(ItemRecord.item)
             )
         )
-
-    async def converse(self, row: ConversationRecord, items: Sequence[ItemRecord]) -> None:
-        """Adds a conversation. Raises QuotaExceeded."""
-
-        def write(session: Session) -> None:
-            session.add(row)
-            session.add_all(items)
-            self._quotas.check_kept(session, row.tenant)
-
-        await self._database.write(write)
-
-    async def conversation(self, tenant: str, id: str) -> ConversationRecord | None:
-        """The tenant's conversation with this id."""
-        found = select(ConversationRecord).where(*_is(tenant, id))
-        return await self._database.read(lambda session: session.scalar(found))
-
-    async def label(self, tenant: str, id: str, labels: Mapping[str, str]) -> ConversationRecord | None:
-        """Changes the metadata of a conversation; None if there is none. Raises QuotaExceeded."""
-
-        def write(session: Session) -> ConversationRecord | None:
-            found = session.scalar(select(ConversationRecord).where(*_is(tenant, id)))
-            if found is not None:
-                found.labels = dict(labels)
-                self._quotas.check_kept(session, tenant)
-            return found
-
-        return await self._database.write(write)
-
-    async def extend(self, tenant: str, id: str, items: Sequence[ItemRecord]) -> bool:
-        """Adds items to a conversation; False if there is none. Raises QuotaExceeded."""
-
-        def write(session: Session) -> bool:
-            if session.scalar(select(ConversationRecord.id).where(*_is(tenant, id))) is None:
-                return False
-            session.add_all(items)
-            self._quotas.check_kept(session, tenant)
-            return True
-
-        return await self._database.write(write)
-
-    async def item(self, tenant: str, conversation: str, id: str) -> str | None:
-        """An item of a conversation, as JSON."""
-        found = select(ItemRecord.item).where(*_in(tenant, conversation), ItemRecord.id == id)
-        return await self._database.read(lambda session: session.scalar(found))
-
-    async def remove_item(self, tenant: str, conversation: str, id: str) -> bool:
-        """Removes an item from a conversation; False if there is none."""
-
-        def write(session: Session) -> bool:
-            wanted = (*_in(tenant, conversation), ItemRecord.id == id)
-            is_there = session.scalar(select(ItemRecord.id).where(*wanted)) is not None
-            _leave(session, wanted)
-            return is_there
-
-        return await self._database.write(write)
-
-    async def end_conversation(self, tenant: str, id: str) -> bool:
-        """Removes a conversation, and its items that belong to no response; False if there is none."""
-
-        def write(session: Session) -> bool:
-            found = session.scalar(select(ConversationRecord).where(*_is(tenant, id)))
-            if found is None:
-                return False
-            session.delete(found)
-            _leave(session, _in(tenant, id))
-            return True
-
-        return await self._database.write(write)
 
     async def sweep(self, before: float) -> bool:
         """Deletes some of the responses that are older than this (Unix seconds) and that none goes on with;
@@ -254,8 +179,7 @@ def _join(session: Session, row: ResponseRecord, items: Sequence[ItemRecord]) ->
     """Takes items out of a conversation that has been deleted while their response was made."""
     if row.conversation is None:
         return
-    own = _is(row.tenant, row.conversation)
-    if session.scalar(select(ConversationRecord.id).where(*own)) is None:
+    if conversation_in(session, row.tenant, row.conversation) is None:
         for item in items:
             item.conversation = None
 
@@ -267,20 +191,6 @@ def _check(count: int, characters: int) -> None:
             f"What was said before has {count} items and {characters} characters; a request may have "
             f"{MOST_EARLIER} and {MOST_EARLIER_CHARACTERS}: begin anew, or compact it."
         )
-
-
-def _is(tenant: str, id: str) -> tuple[ColumnElement[bool], ...]:
-    return ConversationRecord.tenant == tenant, ConversationRecord.id == id
-
-
-def _in(tenant: str, conversation: str) -> tuple[ColumnElement[bool], ...]:
-    return ItemRecord.tenant == tenant, ItemRecord.conversation == conversation
-
-
-def _leave(session: Session, wanted: Sequence[ColumnElement[bool]]) -> None:
-    """Takes items out of their conversation."""
-    session.execute(delete(ItemRecord).where(*wanted, ItemRecord.response.is_(None)))
-    session.execute(update(ItemRecord).where(*wanted).values(conversation=None))
 
 
 def _drop(session: Session, ids: Sequence[str]) -> None:

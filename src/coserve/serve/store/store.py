@@ -16,7 +16,6 @@ command line) may read, and add keys.
 
 import asyncio
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -29,12 +28,14 @@ from coserve.errors import StateError
 from coserve.serve.artifacts.local import ArtifactStore, LocalArtifacts
 from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.audit import AuditStore
-from coserve.serve.store.batches import BatchStore
+from coserve.serve.store.batches import INPUT, UNENDED, BatchStore
+from coserve.serve.store.conversations import ConversationStore
 from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.evals import EvalStore
 from coserve.serve.store.files import MOST_EXPIRED, FileStore
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.job_events import JobEventStore
+from coserve.serve.store.job_history import JobHistory
 from coserve.serve.store.jobs import JobStore
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.logins import LoginStore
@@ -43,7 +44,14 @@ from coserve.serve.store.permissions import PermissionStore
 from coserve.serve.store.private import make_private
 from coserve.serve.store.quarantine import QuarantineStore
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import Adapter, CheckpointRecord, File, JobRecord, TinkerCheckpoint
+from coserve.serve.store.records import (
+    Adapter,
+    BatchRecord,
+    CheckpointRecord,
+    File,
+    JobRecord,
+    TinkerCheckpoint,
+)
 from coserve.serve.store.responses import ResponseStore
 from coserve.serve.store.retention import RetentionStore
 from coserve.serve.store.stored_chats import ChatStore
@@ -55,7 +63,13 @@ from coserve.serve.store.usage import UsageStore
 
 def artifacts_of_rows(session: Session) -> dict[str, set[str]]:
     """As `Store.named_artifacts`."""
-    known: dict[str, set[str]] = {"adapters": set(), "tinker": set(), "files": set(), "jobs": set()}
+    known: dict[str, set[str]] = {
+        "adapters": set(),
+        "tinker": set(),
+        "files": set(),
+        "jobs": set(),
+        "batches": set(),
+    }
     for part, paths in (
         ("adapters", Adapter.path),
         ("tinker", TinkerCheckpoint.path),
@@ -63,6 +77,8 @@ def artifacts_of_rows(session: Session) -> dict[str, set[str]]:
     ):
         known[part] |= {str(path) for path in session.scalars(select(paths))}
     known["files"] |= {f"files/{id}{suffix}" for id, suffix in session.execute(select(File.id, File.suffix))}
+    unended = select(BatchRecord.id).where(BatchRecord.status.in_(UNENDED))
+    known["batches"] = {f"batches/{id}/{INPUT}" for id in session.scalars(unended)}
     for id in session.scalars(select(JobRecord.id).where(JobRecord.status.in_(UNFINISHED))):
         known["jobs"] |= {f"jobs/{id}/{origin}" for origin in ("start", "teacher")}
     return known
@@ -80,13 +96,14 @@ class Store:
     def __init__(
         self,
         folder: Path,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         quotas: Quotas | None = None,
         artifacts: ArtifactStore | None = None,
         database: str = "",
         owner: str = "",
     ) -> None:
-        """`database` is the URL of one that several servers share, `owner` this one's name in its leases."""
+        """`database` is the URL of one that several servers share, `owner` this one's name in its leases.
+        `clock` is the database's unless given."""
         self.folder = folder.resolve()
         self.artifacts = artifacts or LocalArtifacts()
         try:
@@ -95,6 +112,7 @@ class Store:
         except OSError as error:
             raise StateError(f"the state folder {self.folder} cannot be used: {error.strerror}") from error
         self._database = open_database(self.folder, database)
+        self.clock = clock = clock or self._database.clock
         quotas = quotas or Quotas()
         self.leases = Leases(self._database, owner or new_id("server"))
         self.tenants = TenantStore(self._database, clock)
@@ -102,15 +120,19 @@ class Store:
         self.creations = CreationStore(self._database, clock, quotas)
         self.files = FileStore(self._database, clock, quotas, self.creations, self._put_file)
         self.jobs = JobStore(self._database, clock, quotas, self.creations, self.leases)
+        self.job_history = JobHistory(self._database)
         self.uploads = UploadStore(self._database, clock, quotas, self._put_file)
-        self.batches = BatchStore(self._database, clock, quotas, self.creations, self._put_file)
+        self.batches = BatchStore(self._database, clock, quotas, self.creations, self._put_file, self.leases)
         self.job_events = JobEventStore(self._database, clock, self.path_of, self.leases)
         self.adapters = AdapterStore(self._database, self.folder, quotas, self.creations, self.artifacts)
-        self.evals = EvalStore(self._database, clock, quotas)
+        self.evals = EvalStore(self._database, clock, quotas, self.leases)
         self.permissions = PermissionStore(self._database, clock, quotas)
         self.tinker_sessions = TinkerSessionStore(self._database, quotas)
-        self.tinker_checkpoints = TinkerCheckpointStore(self._database, self.folder, quotas, self.artifacts)
-        self.responses = ResponseStore(self._database, clock, quotas)
+        self.tinker_checkpoints = TinkerCheckpointStore(
+            self._database, self.folder, quotas, self.artifacts, self.leases
+        )
+        self.responses = ResponseStore(self._database, quotas, self.leases)
+        self.conversations = ConversationStore(self._database, quotas)
         self.chats = ChatStore(self._database, clock, quotas)
         self.usage = UsageStore(self._database, self.folder / "usage", clock)
         self.audit = AuditStore(self._database, clock)

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from coserve.serve.artifacts.local import ArtifactStore
 from coserve.serve.store.database import Database
+from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import (
     Adapter,
@@ -22,6 +23,7 @@ from coserve.serve.store.records import (
 )
 
 R = TypeVar("R", bound=Record)
+LEASED: Final = "tinker"  # the kind of leases of open runs
 SCHEME: Final = "tinker://"
 KINDS: Final = ("weights", "sampler_weights", "external_weights")
 
@@ -100,9 +102,11 @@ class TinkerSessionStore:
 class TinkerCheckpointStore:
     """Checkpoints: the tenant's own, and those that others have published."""
 
-    def __init__(self, database: Database, folder: Path, quotas: Quotas, artifacts: ArtifactStore) -> None:
+    def __init__(
+        self, database: Database, folder: Path, quotas: Quotas, artifacts: ArtifactStore, leases: Leases
+    ) -> None:
         self._database, self._folder, self._quotas = database, folder, quotas
-        self._artifacts = artifacts
+        self._artifacts, self._leases = artifacts, leases
 
     async def find(self, tenant: str, path: str, now: float, own: bool = False) -> TinkerCheckpoint | None:
         """The checkpoint at a `tinker://` path that the tenant may read, or with `own` change."""
@@ -156,15 +160,20 @@ class TinkerCheckpointStore:
         """Raises QuotaExceeded where the tenant may store nothing more."""
         await self._database.read(lambda session: self._quotas.check_storage(session, tenant, 1))
 
-    async def add(self, row: TinkerCheckpoint, replace: bool = False) -> TinkerCheckpoint | None:
-        """Adds a checkpoint whose folder is on disk, and returns the one that it replaces.
+    async def add(
+        self, row: TinkerCheckpoint, replace: bool = False, copied: bool = False
+    ) -> TinkerCheckpoint | None:
+        """Adds a checkpoint whose folder is on disk, and returns the one that it replaces. It is of a run of
+        this server, unless it was `copied`.
 
-        Raises FileExistsError for a path in use unless `replace`, QuotaExceeded, and StateError where the
-        artifact store is away.
+        Raises FileExistsError for a path in use unless `replace`, QuotaExceeded, LeaseLost where another
+        server has told that the run is lost, and StateError where the artifact store is away.
         """
         await self._artifacts.put(self._folder / row.path)
 
         def write(session: Session) -> TinkerCheckpoint | None:
+            if not copied:
+                self._leases.require(session, LEASED, row.run)
             self._quotas.check_storage(session, row.tenant, row.bytes)
             same = select(TinkerCheckpoint).where(
                 TinkerCheckpoint.run == row.run,

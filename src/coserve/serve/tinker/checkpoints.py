@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ _DISCARDING: Final[set["asyncio.Task[None]"]] = set()  # of tasks: the loop alon
 
 async def readable_checkpoint(state: State, tenant: Tenant, path: str) -> TinkerCheckpoint:
     """The checkpoint at a `tinker://` path that a tenant may read. Raises ApiError 404."""
-    found = await state.store.tinker_checkpoints.find(tenant.id, path, time.time())
+    found = await state.store.tinker_checkpoints.find(tenant.id, path, state.store.clock())
     if found is None:
         raise not_found(f"There is no checkpoint '{path}', or you may not read it.", param="path")
     return found
@@ -81,7 +80,8 @@ async def copy_checkpoint(
 async def _copy(
     sessions: ClientSessions, tenant: Tenant, body: CopyWeightsRequest, key: str, source: TinkerCheckpoint
 ) -> TinkerCheckpoint:
-    state, now = sessions.state, int(time.time())
+    state = sessions.state
+    now = int(state.store.clock())
     if body.session_id is not None:
         session = (await sessions.open_session(tenant, body.session_id)).id
         run = f"{session}:train:{body.model_seq_id or 0}"
@@ -125,7 +125,7 @@ async def add_checkpoint(
     try:
         await asyncio.to_thread(_place, source, folder, copied)
         row.path, row.bytes = store.path_of(folder), await asyncio.to_thread(bytes_in, folder)
-        before = await store.tinker_checkpoints.add(row, replace)
+        before = await store.tinker_checkpoints.add(row, replace, copied)
     except FileExistsError:
         await store.artifacts.discard(folder)
         if copied:

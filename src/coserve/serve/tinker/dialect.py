@@ -56,7 +56,7 @@ class Dialect:
         checkpoints = self.state.store.tinker_checkpoints
         await delete_unused(self.state, await checkpoints.temporary(id))
         for row in await checkpoints.temporary(id):
-            await checkpoints.change(row.id, expires=int(time.time()))
+            await checkpoints.change(row.id, expires=int(self.state.store.clock()))
 
     async def _watch(self) -> None:
         """Ends silent sessions and deletes expired checkpoints; never returns."""
@@ -65,7 +65,7 @@ class Dialect:
             try:
                 for tenant, id in self.sessions.silent(self.silent_seconds):
                     await self._end(tenant, id, "The session's client gave no signs of life.")
-                outdated = await self.state.store.tinker_checkpoints.outdated(time.time())
+                outdated = await self.state.store.tinker_checkpoints.outdated(self.state.store.clock())
                 await delete_unused(self.state, outdated)
             except Exception as error:  # such as a full disk: the next look tries again
                 log.warning("sessions could not be looked after: %s", contained(error, "sessions"))

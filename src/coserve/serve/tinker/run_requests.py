@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -76,7 +75,7 @@ class RunRequests:
 
         async def save(run: OpenRun, submit: "Submit") -> Payload:
             name = body.path or f"state-{body.seq_id}"
-            row = _checkpoint(run, "weights", name, body.ttl_seconds, body.user_metadata)
+            row = self._checkpoint(run, "weights", name, body.ttl_seconds, body.user_metadata)
             await self._save(run, row, submit, state=True, replace=body.overwrite)
             return Payload.of({"type": "save_weights", "path": row.tinker_path})
 
@@ -90,14 +89,14 @@ class RunRequests:
 
         async def save(run: OpenRun, submit: "Submit") -> Payload:
             name = body.path or f"temporary-{body.seq_id}"
-            row = _checkpoint(run, "sampler_weights", name, body.ttl_seconds, body.user_metadata)
+            row = self._checkpoint(run, "sampler_weights", name, body.ttl_seconds, body.user_metadata)
             row.temporary = body.path is None
             await self._save(run, row, submit)
             said: dict[str, Any] = {"type": "save_weights_for_sampler"}
             if body.path is not None:
                 return Payload.of({**said, "path": row.tinker_path})
             id = f"{run.row.session}:sample:{body.sampling_session_seq_id}"
-            sampler = TinkerSampler(id, tenant.id, run.row.session, row.tinker_path, int(time.time()))
+            sampler = TinkerSampler(id, tenant.id, run.row.session, row.tinker_path, self._now())
             if not await self._state.store.tinker_sessions.add(sampler):
                 raise ApiError(400, f"There is a sampling session '{id}' already.")
             await trim_temporary(self._state, run.row.session, run.row.id)
@@ -110,7 +109,7 @@ class RunRequests:
 
         async def save(run: OpenRun, submit: "Submit") -> Payload:
             name = body.path or f"external-{body.seq_id}"
-            row = _checkpoint(run, "external_weights", name, body.ttl_seconds, None)
+            row = self._checkpoint(run, "external_weights", name, body.ttl_seconds, None)
             await self._save(run, row, submit)
             return Payload.of({"type": "save_weights_external", "path": row.tinker_path})
 
@@ -185,9 +184,21 @@ class RunRequests:
 
     def _leave(self, run: OpenRun, name: str) -> None:
         run.under_way.remove(name)
-        run.row.used = int(time.time())
+        run.row.used = self._now()
         if not run.under_way:
             self._state.queue.note_job(run.tenant, run.row.id, trains=False)
+
+    def _checkpoint(
+        self, run: OpenRun, kind: str, name: str, ttl: int | None, metadata: dict[str, Any] | None
+    ) -> TinkerCheckpoint:
+        now = self._now()
+        return TinkerCheckpoint(
+            new_id("tinker"), run.tenant.id, run.row.id, kind, name, Path(), run.row.base, run.row.lora, 0,
+            now, expires=None if ttl is None else now + ttl, user_metadata=metadata,
+        )  # fmt: skip
+
+    def _now(self) -> int:
+        return int(self._state.store.clock())
 
     async def _save(
         self,
@@ -244,13 +255,3 @@ def _why(run: OpenRun, name: str) -> Waiting:
         return Waiting("paused_capacity", run.trainer.reason)
     place = run.under_way.index(name) if name in run.under_way else 0
     return Waiting("active", f"{place} requests of the run are before it" if place else None)
-
-
-def _checkpoint(
-    run: OpenRun, kind: str, name: str, ttl: int | None, metadata: dict[str, Any] | None
-) -> TinkerCheckpoint:
-    now = int(time.time())
-    return TinkerCheckpoint(
-        new_id("tinker"), run.tenant.id, run.row.id, kind, name, Path(), run.row.base, run.row.lora, 0, now,
-        expires=None if ttl is None else now + ttl, user_metadata=metadata,
-    )  # fmt: skip

@@ -1,16 +1,17 @@
 """Training runs: each is a session of the engine, which its client opens and closes."""
 
-import time
-from collections.abc import Iterator, Set
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, LeaseLost
 from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.store.leases import LeaseKey
-from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun
+from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSession
+from coserve.serve.store.tinker import LEASED
 from coserve.serve.tinker.checkpoints import in_use
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting
 from coserve.serve.tinker.schema import CreateModelRequest, LoadWeightsRequest, LoraConfig
@@ -19,8 +20,8 @@ from coserve.serve.tinker.trainer import EngineTrainer
 from coserve.serve.tinker.turns import Turns
 
 DEFAULT_RANK: Final = 32
+_MOMENT: Final = 0.01  # seconds
 MOST_LOST: Final = 1024  # failed runs whose reason is kept
-_LEASED: Final = "tinker"  # the kind of leases of open runs
 
 
 @dataclass(eq=False)
@@ -40,8 +41,9 @@ class Runs:
     def __init__(self, sessions: ClientSessions) -> None:
         self._sessions, self._state = sessions, sessions.state
         self._open: dict[tuple[str, str], OpenRun] = {}
+        self._opening = set[str]()  # runs that are being made
         self._lost: dict[tuple[str, str], str] = {}  # reasons, the oldest first
-        self._state.store.leases.on_renewed.append(self._release_closed)
+        self._state.store.leases.on_renewed.append(self._follow_others)
 
     def find(self, tenant: Tenant, id: str) -> OpenRun:
         """The tenant's open run. Raises ApiError 404 for one that is not, 400 for one that could not go
@@ -58,22 +60,30 @@ class Runs:
         )
 
     async def check_here(self, tenant: Tenant, id: str) -> None:
-        """Raises ApiError 409 for a run of the tenant that is open on another server."""
-        if (tenant.id, id) in self._open:
+        """Raises ApiError 409 for a run of the tenant that is open on another server. One whose server is
+        gone is lost from then on, here and there."""
+        if (tenant.id, id) in self._open or id in self._opening:
             return
-        row = await self._state.store.tinker_sessions.get(TinkerRun, tenant.id, id)
-        if row is not None and id in await self._state.store.leases.of_others(_LEASED):
-            raise ApiError(
-                409,
-                f"The training run '{id}' is open on another server of this service: a router has to send a "
-                "session's requests to the server that began its runs.",
-                param="model_id",
-                code="run_elsewhere",
-            )
+        store = self._state.store
+        if await store.tinker_sessions.get(TinkerSession, tenant.id, id.partition(":")[0]) is None:
+            return
+        if id in await store.leases.of_others(LEASED):
+            raise _elsewhere(id)
+        if await store.leases.claim_left(LEASED, id):
+            await self._note_lost(tenant.id, id, "its server is gone")
 
-    async def _release_closed(self, _: Set[LeaseKey]) -> None:
-        """Gives back the leases of runs that are over."""
-        await self._state.store.leases.release_but(_LEASED, {id for _, id in self._open})
+    def reason_lost(self, tenant: Tenant, id: str) -> str | None:
+        """The reason for which a run could not go on; None for others."""
+        return self._lost.get((tenant.id, id))
+
+    async def _follow_others(self, lost: Set[LeaseKey]) -> None:
+        """Ends runs that other servers have told to be lost, and gives back the leases of those that are
+        over."""
+        taken = {id for kind, id in lost if kind == LEASED}
+        for run in [run for run in self._open.values() if run.row.id in taken]:
+            await self.lost(run, LeaseLost("another server has told its client that it is lost"))
+        under_way = self._opening | {id for _, id in self._open}
+        await self._state.store.leases.release_but(LEASED, under_way)
 
     def used(self, row: TinkerRun) -> int:
         """Time of a run's last request, in Unix seconds."""
@@ -94,7 +104,7 @@ class Runs:
             return Payload.of({"type": "create_model", "model_id": run.row.id})
 
         await self._sessions.open_session(tenant, body.session_id)
-        return self._sessions.futures.begin(tenant.id, f"{id}:0", "CreateModel", work)
+        return await self._made(tenant, id, "CreateModel", work)
 
     async def create_from(self, tenant: Tenant, body: LoadWeightsRequest) -> TinkerFuture:
         """Makes a run that goes on from a checkpoint. Raises ApiError 404 for one that the tenant may not
@@ -118,7 +128,37 @@ class Runs:
                 await run.trainer.load(own, body.optimizer)
             return Payload.of({"type": "load_weights", "path": body.path, "model_id": run.row.id})
 
-        return self._sessions.futures.begin(tenant.id, f"{id}:0", "LoadWeights", work)
+        return await self._made(tenant, id, "LoadWeights", work)
+
+    async def _made(
+        self,
+        tenant: Tenant,
+        id: str,
+        kind: str,
+        work: Callable[[TinkerFuture], Coroutine[Any, Any, Payload]],
+    ) -> TinkerFuture:
+        """The future of making a run. Its lease, by which other servers know where it is, comes first. Raises
+        ApiError 409 where another server makes it or has it."""
+        futures, name = self._sessions.futures, f"{id}:0"
+        while id in self._opening and futures.find(tenant.id, name) is None:
+            await asyncio.sleep(_MOMENT)  # the same request is ahead, with its claim
+        if futures.find(tenant.id, name) is not None:
+            return futures.begin(tenant.id, name, kind, work)
+        self._opening.add(id)
+
+        async def made(future: TinkerFuture) -> Payload:
+            try:
+                return await work(future)
+            finally:
+                self._opening.discard(id)
+
+        try:
+            if not await self._state.store.leases.claim(LEASED, id):
+                raise _elsewhere(id)
+            return futures.begin(tenant.id, name, kind, made)
+        except BaseException:
+            self._opening.discard(id)
+            raise
 
     def unload(self, tenant: Tenant, id: str) -> TinkerFuture:
         """Ends a run."""
@@ -141,17 +181,20 @@ class Runs:
         """Ends a run that cannot be restored. Returns the error, which names the checkpoint to continue from;
         later requests get it too."""
         self.close(run)
+        return type(error)(await self._note_lost(run.tenant.id, run.row.id, str(error)))
+
+    async def _note_lost(self, tenant: str, id: str, why: str) -> str:
+        """Notes that a run is lost; returns the reason, which names its newest saved state."""
         kept = self._state.store.tinker_checkpoints
-        rows, _ = await kept.page(run.tenant.id, time.time(), run.row.id)
+        rows, _ = await kept.page(tenant, self._state.store.clock(), id)
         newest = next((row.tinker_path for row in rows if row.kind == "weights"), None)
         remedy = "it has saved no state, so begin anew"
         if newest is not None:
             remedy = f"its newest saved state is {newest}: create_training_client_from_state_with_optimizer"
-        reason = f"The training run '{run.row.id}' cannot go on: {error}; {remedy}."
-        self._lost[run.tenant.id, run.row.id] = reason
+        reason = self._lost[tenant, id] = f"The training run '{id}' cannot go on: {why}; {remedy}."
         while len(self._lost) > MOST_LOST:
             del self._lost[next(iter(self._lost))]
-        return type(error)(reason)
+        return reason
 
     def close_session(self, tenant: str, session: str) -> None:
         """Ends all runs of a session."""
@@ -181,7 +224,7 @@ class Runs:
         most = self._state.settings.max_jobs_tenant
         if sum(owner == tenant.id for owner, _ in self._open) >= most:
             raise ApiError(429, f"You have {most} open training runs: unload some.", code="quota_exceeded")
-        now = int(time.time())
+        now = int(self._state.store.clock())
         row = TinkerRun(id, tenant.id, session, base.name, lora, now, now, metadata)
         if not await self._state.store.tinker_sessions.add(row):
             raise ApiError(400, f"There was a training run '{id}' before; make one with another number.")
@@ -190,8 +233,6 @@ class Runs:
         trainer = EngineTrainer(self._state.link, id, base.base_id, lora, spare)
         run = self._open[tenant.id, id] = OpenRun(row, tenant, trainer)
         future.why = lambda: Waiting("paused_capacity", trainer.reason) if trainer.reason else Waiting()
-        with self._unless_it_fails(run):  # the lease tells other servers where the run is
-            await self._state.store.leases.claim(_LEASED, id)
         return run
 
     @contextmanager
@@ -202,6 +243,17 @@ class Runs:
         except BaseException:
             self.close(run)
             raise
+
+
+def _elsewhere(id: str) -> ApiError:
+    """The error for a run of another server. Clients send requests again after it."""
+    return ApiError(
+        409,
+        f"The training run '{id}' is open on another server of this service: a router has to send a "
+        "session's requests to the server that began its runs.",
+        param="model_id",
+        code="run_elsewhere",
+    )
 
 
 def run_of(future: str) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +14,7 @@ from coserve.adapters.folder import CONFIG, WEIGHTS
 from coserve.errors import AdapterError
 from coserve.serve.adapter_registry.imports import copy_adapter
 from coserve.serve.store.durable import write_whole
-from coserve.serve.store.ids import tail_of
+from coserve.serve.store.ids import of_attempt, tail_of
 from coserve.serve.store.quotas import bytes_in
 from coserve.serve.store.records import Adapter, CheckpointRecord, File, JobRecord
 from coserve.serve.store.store import Store
@@ -25,8 +24,8 @@ _LEFT_OUT: Final = ("total_steps", "labels")
 
 
 class Artifacts:
-    """Stores the results of successful jobs. Names derive from the job's id, so a second attempt finds the
-    first one's files."""
+    """Stores the results of successful jobs. Names derive from a job's id and its lease: a second attempt
+    of one server finds the first one's files, and no server changes what another one has published."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -38,28 +37,30 @@ class Artifacts:
         and StateError where the artifact store is away.
         """
         checkpoint = await self._checkpoint(job, step)
-        folder = self._store.adapter_folder(f"adapter-{tail_of(job.id)}")
+        id = f"adapter-{tail_of(job.id)}"
+        folder = self._store.adapter_folder(of_attempt(id, self._store.leases.fence("job", job.id)))
         if not folder.exists():
             trained = await self._store.artifacts.get(self._store.folder_of(checkpoint))
             await asyncio.to_thread(check, trained)
             await asyncio.to_thread(copy_adapter, trained, folder, sys.maxsize)
         await self._store.artifacts.put(folder)
-        now = int(time.time())
+        now = int(self._store.clock())
         path = self._store.path_of(folder)
-        adapter = Adapter(folder.name, job.name, path, job.base, now, job.tenant, job.model, job.id)
+        adapter = Adapter(id, job.name, path, job.base, now, job.tenant, job.model, job.id)
         adapter.bytes = await asyncio.to_thread(bytes_in, folder)
         return adapter, await self._write_results(job, now)
 
     async def _checkpoint(self, job: JobRecord, step: int) -> CheckpointRecord:
-        for checkpoint in await self._store.jobs.all_checkpoints(job.id):
+        for checkpoint in await self._store.job_history.all_checkpoints(job.id):
             if checkpoint.step == step:
                 return checkpoint
         raise AdapterError(f"there is no checkpoint of step {step}")
 
     async def _write_results(self, job: JobRecord, now: int) -> File:
-        id, name = f"file-{tail_of(job.id)}", f"step_metrics_{job.id}.csv"
+        fence = self._store.leases.fence("job", job.id)
+        id, name = of_attempt(f"file-{tail_of(job.id)}", fence), f"step_metrics_{job.id}.csv"
         file = File(id, job.tenant, name, "fine-tune-results", 0, now, ".csv")
-        lines = _csv(await self._store.jobs.metrics(job.id))
+        lines = _csv(await self._store.job_history.metrics(job.id))
         path = self._store.file_path(file)
         size = await asyncio.to_thread(write_whole, path, lines)
         await self._store.artifacts.put(path, replace=True)

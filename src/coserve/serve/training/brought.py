@@ -29,5 +29,5 @@ async def _paths(store: Store, job: JobRecord) -> AsyncIterator[Path]:
             yield store.file_path(file)
     for folder in origins_present(store, job):
         yield folder
-    for checkpoint in (await store.jobs.all_checkpoints(job.id))[-_CHECKPOINTS:]:
+    for checkpoint in (await store.job_history.all_checkpoints(job.id))[-_CHECKPOINTS:]:
         yield store.folder_of(checkpoint)

@@ -376,7 +376,8 @@ class JobController:
             case JobStep():
                 await self._store.job_events.stepped(mark, news)
             case JobCheckpoint():
-                await self._store.job_events.checkpointed(mark, news)
+                if (replaced := await self._store.job_events.checkpointed(mark, news)) is not None:
+                    await self._store.artifacts.discard(self._store.folder / replaced)
                 await self._drop_resume_state(news.job, keep=_GOOD_CHECKPOINTS)
             case JobEnded():
                 self._inside.discard(news.job)
@@ -419,7 +420,7 @@ class JobController:
         that another server has is ended there."""
         if not await self._store.leases.claim("job", job.id):
             return
-        checkpoints = await self._store.jobs.all_checkpoints(job.id)
+        checkpoints = await self._store.job_history.all_checkpoints(job.id)
         if not checkpoints:
             await self._store.jobs.move(job.id, (JobStatus.PAUSED,), JobStatus.PAUSED, _NOTHING_SAVED)
             return
@@ -539,6 +540,6 @@ class JobController:
     async def _drop_resume_state(self, job: str, keep: int) -> None:
         """Deletes the optimizer states (twice the size of the weights) of all but the newest `keep`
         checkpoints."""
-        newest_last = await self._store.jobs.all_checkpoints(job)
+        newest_last = await self._store.job_history.all_checkpoints(job)
         for checkpoint in newest_last[: max(0, len(newest_last) - keep)]:
             await self._store.artifacts.trim(self._store.folder_of(checkpoint), RESUMING)

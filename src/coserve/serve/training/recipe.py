@@ -143,7 +143,7 @@ async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
     # A job of a version without this field cut what was too long, and dropped such prompts.
     options.setdefault("too_long", "skip" if objective.get("type") == "reinforcement" else "truncate")
     wanted = OptimizerSettings.model_validate(job.optimizer or {})
-    checkpoints = await store.jobs.all_checkpoints(job.id)
+    checkpoints = await store.job_history.all_checkpoints(job.id)
     costs = ((one.step, _cost(one.metrics)) for one in checkpoints)
     return JobSpec(
         job=job.id,
@@ -163,6 +163,7 @@ async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
         threshold=wanted.early_stopping_threshold,
         validated={step: cost for step, cost in costs if cost is not None},
         base=base,
+        attempt=store.leases.fence("job", job.id),
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,16 +166,13 @@ def test_a_copy_that_the_store_lacks_is_put_before_it_leaves(
     tell(story, tmp_path, str(tmp_path / "common"), 1)
 
 
-def test_objects_without_a_row_go_once_they_are_old(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_without_a_row_go_once_they_are_old(tmp_path: Path, place: str) -> None:
     async def story(a: SharedArtifacts, b: SharedArtifacts) -> None:
         for i in range(2):
             await a.put(adapter(tmp_path / "a", f"adapters/adapter-{i}"))
-        await a.sweep("adapters", {"adapters/adapter-0"})
+        await a.sweep("adapters", {"adapters/adapter-0"}, time.time())
         assert found(await b.get(tmp_path / "b" / "adapters" / "adapter-1")) == PARTS
-        monkeypatch.setattr(shared, "ORPHAN_SECONDS", -5.0)
-        await a.sweep("adapters", {"adapters/adapter-0"})
+        await a.sweep("adapters", {"adapters/adapter-0"}, time.time() + 2 * shared.ORPHAN_SECONDS)
         left = {one.key.split("/")[1] for one in objects_at(place).list("adapters")}
         assert left == {"adapter-0"}
 

@@ -249,9 +249,9 @@ def test_news_counts_once_however_often_it_comes(tmp_path: Path) -> None:
         await news.stepped(NewsMark("b", 3), a_step(2, tokens=12, loss=0.5))
         job = await store.jobs.get("local", "ftjob-1")
         assert job is not None and (job.trained_tokens, job.step, job.steps) == (22, 2, 9)
-        assert [row["train_loss"] for row in await store.jobs.metrics("ftjob-1")] == [1.0, 0.5]
-        assert len(await store.jobs.all_checkpoints("ftjob-1")) == 1
-        page = await store.jobs.events("ftjob-1", None, 100)
+        assert [row["train_loss"] for row in await store.job_history.metrics("ftjob-1")] == [1.0, 0.5]
+        assert len(await store.job_history.all_checkpoints("ftjob-1")) == 1
+        page = await store.job_history.events("ftjob-1", None, 100)
         assert page is not None
         assert [event.message.split(":")[0] for event in page.records[::-1]] == [
             "created", "Fine-tuning job started",

@@ -1,6 +1,5 @@
 """Sessions as lists, and what a tenant uses."""
 
-import time
 from collections import defaultdict
 from typing import Any
 
@@ -47,7 +46,7 @@ async def search_sessions(body: SearchSessionsRequest, caller: Caller, state: Sh
             raise ApiError(400, "The cursor is not one of a search of yours.", param="cursor")
         wanted.append(TinkerSession.number < last.number)
     rows, total = await state.store.tinker_sessions.page(TinkerSession, caller.id, 0, body.limit, *wanted)
-    checkpoints, _ = await state.store.tinker_checkpoints.page(caller.id, time.time())
+    checkpoints, _ = await state.store.tinker_checkpoints.page(caller.id, state.store.clock())
     of_session = defaultdict[str, list[TinkerCheckpoint]](list)
     for one in checkpoints:
         of_session[one.run.partition(":")[0]].append(one)
@@ -92,7 +91,7 @@ async def billing_usage(caller: Caller) -> dict[str, Any]:
 @router.get("/billing/usage/checkpoints/current")
 async def checkpoint_usage(caller: Caller, state: Shared, project_id: str | None = None) -> dict[str, Any]:
     """The caller's checkpoints, in bytes by project."""
-    rows, _ = await state.store.tinker_checkpoints.page(caller.id, time.time())
+    rows, _ = await state.store.tinker_checkpoints.page(caller.id, state.store.clock())
     wanted = [] if project_id is None else [TinkerSession.project == project_id]
     sessions, _ = await state.store.tinker_sessions.page(TinkerSession, caller.id, 0, _ALL, *wanted)
     sizes: dict[str | None, list[int]] = {}

@@ -1,7 +1,6 @@
 """Checkpoints of training runs, and the runs."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -61,7 +60,7 @@ async def get_run(run: str, caller: Caller, state: Shared, tinker: Tinker) -> di
 async def list_checkpoints(run: str, caller: Caller, state: Shared) -> Response:
     """A run's checkpoints, the newest first."""
     await _run(state, caller, run)
-    rows, _ = await state.store.tinker_checkpoints.page(caller.id, time.time(), run)
+    rows, _ = await state.store.tinker_checkpoints.page(caller.id, state.store.clock(), run)
     told = [WrittenJson(written_later(told_checkpoint, row)) for row in rows]
     return await json_reply(state.bodies, caller.id, {"checkpoints": told})
 
@@ -72,7 +71,7 @@ async def list_user_checkpoints(
 ) -> Response:
     """Checkpoints of all the caller's runs, the newest first."""
     rows, total = await state.store.tinker_checkpoints.page(
-        caller.id, time.time(), offset=offset, limit=limit
+        caller.id, state.store.clock(), offset=offset, limit=limit
     )
     cursor = {"offset": offset, "limit": limit, "total_count": total}
     told = [WrittenJson(written_later(told_checkpoint, row)) for row in rows]
@@ -125,7 +124,7 @@ async def unpublish(run: str, checkpoint: str, caller: Caller, state: Shared) ->
 async def set_ttl(run: str, checkpoint: str, body: TtlRequest, caller: Caller, state: Shared) -> Response:
     """Has a checkpoint expire so many seconds from now, or never."""
     row = await _own(state, caller, run, checkpoint)
-    expires = None if body.ttl_seconds is None else int(time.time()) + body.ttl_seconds
+    expires = None if body.ttl_seconds is None else int(state.store.clock()) + body.ttl_seconds
     await state.store.tinker_checkpoints.change(row.id, expires=expires)
     return Response(status_code=204)
 
@@ -174,7 +173,7 @@ async def _run(state: State, caller: Tenant, id: str) -> TinkerRun:
 
 async def _told_runs(tinker: Dialect, caller: Tenant, rows: Sequence[TinkerRun]) -> list[dict[str, Any]]:
     last = await tinker.state.store.tinker_checkpoints.newest(
-        caller.id, time.time(), [row.id for row in rows]
+        caller.id, tinker.state.store.clock(), [row.id for row in rows]
     )
     told = []
     for row in rows:
@@ -185,7 +184,7 @@ async def _told_runs(tinker: Dialect, caller: Tenant, rows: Sequence[TinkerRun])
 
 async def _own(state: State, caller: Tenant, run: str, checkpoint: str) -> TinkerCheckpoint:
     path = f"{SCHEME}{run}/{checkpoint}"
-    found = await state.store.tinker_checkpoints.find(caller.id, path, time.time(), own=True)
+    found = await state.store.tinker_checkpoints.find(caller.id, path, state.store.clock(), own=True)
     if found is None:
         raise not_found(f"There is no checkpoint '{path}', or it is not yours.")
     return found

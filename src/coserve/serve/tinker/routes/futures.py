@@ -1,5 +1,6 @@
 """Submitting samples, and coming back for results."""
 
+import asyncio
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -21,6 +22,8 @@ from coserve.serve.tinker.schema import CancelFutureRequest, RetrieveFutureReque
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute, include_in_schema=False)
 
 POLL_SECONDS: Final = 20.0  # that a request waits for a result; the client gives up after 45
+# Until a client that asks another server than its run's is told to ask again. It gives up at 409.
+_ELSEWHERE_SECONDS: Final = 0.5
 _INLINE: Final = 2**20  # bytes of a result that are sent without announcing their number, to who wants that
 _PROTOBUF: Final = "application/x-protobuf"
 
@@ -39,7 +42,16 @@ async def retrieve_future(
 ) -> Response:
     """A future's result, as protobuf where the client takes that. Waits for it for a while; 408 then says why
     it is not there yet, and the client asks again."""
-    future = await _future(tinker, caller, body.request_id)
+    try:
+        future = await _future(tinker, caller, body.request_id)
+    except ApiError as error:
+        if (lost := tinker.runs.reason_lost(caller, run_of(body.request_id))) is not None:
+            return JSONResponse({"error": lost, "category": "server"})
+        if error.code != "run_elsewhere":
+            raise
+        await asyncio.sleep(_ELSEWHERE_SECONDS)
+        told = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+        return JSONResponse({**told, "queue_state_reason": error.message}, 408)
     try:
         outcome = await unless_gone(request.receive, tinker.sessions.futures.wait(future, POLL_SECONDS))
     except ClientGone:
@@ -65,8 +77,8 @@ async def cancel_future(body: CancelFutureRequest, caller: Caller, tinker: Tinke
 
 
 async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
-    """The caller's future. Raises ApiError 409 for one of a run of another server, 410 for any other that its
-    own session had, and 404 for the rest."""
+    """The caller's future. Raises ApiError 409 for one of a run of another server, 410, by which clients send
+    the request again, for any other that its own session had, and 404 for the rest."""
     future = tinker.sessions.futures.find(caller.id, id)
     if future is not None:
         return future

@@ -1,7 +1,6 @@
 """Sessions, the client's configuration, capabilities, health, and telemetry, which is dropped."""
 
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -90,7 +89,7 @@ async def create_session(body: CreateSessionRequest, caller: Caller, tinker: Tin
     row = TinkerSession(
         new_id("session"),
         caller.id,
-        int(datetime.now(UTC).timestamp()),
+        int(tinker.state.store.clock()),
         body.display_name,
         body.user_metadata,
         body.project_id,
@@ -128,7 +127,7 @@ async def create_sampling_session(
     model = await state.catalog.find(caller, name)
     id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
     await state.store.tinker_sessions.add(
-        TinkerSampler(id, caller.id, body.session_id, model.name, int(datetime.now(UTC).timestamp()))
+        TinkerSampler(id, caller.id, body.session_id, model.name, int(state.store.clock()))
     )
     found = await tinker.sessions.sampler(caller, id)
     if found.model != model.name:
