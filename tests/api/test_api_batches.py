@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +226,8 @@ def test_a_batch_ends_with_its_time_or_room(
         under_way = world.app.state.batches._under_way
         await world.until(lambda: under_way and under_way[made.id].output.done)
         if status == "expired":
-            now = runner.time.time()
-            monkeypatch.setattr(runner.time, "time", lambda: now + 86_400.0)
+            store, now = world.app.state.batches.state.store, time.time()
+            monkeypatch.setattr(store, "clock", lambda: now + 86_400.0)
         batch = await ended(world, made.id)
         assert batch.status == status and (batch.errors is not None) == (status == "failed")
         rest = await results(world, batch.error_file_id)

@@ -184,7 +184,7 @@ def test_whatever_a_command_raises_is_a_reply(raised: BaseException, kind: type[
     """A thread that it ended would leave its caller waiting for ever."""
     opened = open_local(tiny("llama"), EngineConfig(calibrate=False))
     worker: Worker = opened.executor.worker  # type: ignore[attr-defined]
-    service = Service(opened.base, worker, *socket.socketpair())
+    service = Service(opened.base, worker, *socket.socketpair(), follows=False)
     codec, real = Codec(opened.base, opened.base.dtype, opened.base.device), worker.call
 
     def fail(command: Command[Any]) -> Any:

@@ -27,6 +27,9 @@ NOT_RUN: Final = {
     ("docs/results/", "coserve plan gpt2"): "needs a network",
     ("docs/results/", "pytest "): "tests, some of hours",
     ("docs/results/", "COSERVE_"): "tests, some of hours",
+    ("docs/results/", "make clients"): "minutes, and the package index",
+    ("docs/results/", "CONFORMANCE_WRITE"): "minutes, and the package index",
+    ("docs/from-peft.md", "coserve adapters import"): "needs a network",
     (
         "docs/gpu.md",
         "make gpu",

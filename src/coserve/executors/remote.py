@@ -213,26 +213,25 @@ class RemoteExecutor(WorkerTransport):
                 raise EngineLost(f"{worker.name} has drawn other tokens than the first one")
         return decode_result(messages[0][body:])
 
-    def _next(self, goes_on: Callable[[bytes], bool] = lambda _: True) -> list[bytes]:
+    def _next(self, goes_on: Callable[[bytes], bool] | None = None) -> list[bytes]:
         """Waits for the next message of each process; reports heartbeats meanwhile. Returns those that are
         there where one of them says that the others' will not come."""
         found, quiet = dict[WorkerProcess, bytes](), 0.0
         with self._together():
-            for worker in self.workers:  # as the first has answered, the others have: one wait is one wake-up
+            # As the first has answered, so have the others: one wait is one wake-up.
+            for worker in self.workers if goes_on is None else ():
                 try:
                     found[worker] = worker.read()
                 except TimeoutError:
                     self._signs(self.workers)
                     self._beating.clear()  # drops heartbeats of earlier plans
                     break
-                if not goes_on(found[worker]):
-                    return [found[worker]]
             while left := [worker for worker in self.workers if worker not in found]:
                 ready = [worker for worker in left if worker.is_there()] or wait_for_any(left)
                 for worker in ready:
                     with suppress(TimeoutError):
                         found[worker] = worker.read()
-                        if not goes_on(found[worker]):
+                        if goes_on is not None and not goes_on(found[worker]):
                             return [found[worker]]
                 is_alive = not ready and self._signs(left)
                 quiet = 0.0 if ready or is_alive else quiet + QUIET

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from conformance.stand_in import stand_in
 
+from coserve.core.compact import compact_json
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 ENVIRONMENT = ROOT / "build" / "conformance"
@@ -154,4 +156,4 @@ def write(packages: Mapping[str, Any]) -> None:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     code = {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "src"))}
-    TABLE.write_text(json.dumps({"code": code, "packages": packages}, indent=1, sort_keys=True) + "\n")
+    TABLE.write_text(compact_json({"code": code, "packages": packages}))

@@ -107,5 +107,5 @@ def metric(served: Served) -> float:
 
 
 def test_unknown_groups_are_refused() -> None:
-    with pytest.raises(ConfigError, match="there are overhead, latency, batches, restart"):
+    with pytest.raises(ConfigError, match="there are overhead, latency, batches, viewers, restart"):
         run_server("tiny", only=["speed"])
