@@ -92,6 +92,7 @@ RESULTS: Final[Mapping[str, Presented]] = {
         "docs/results/policies.md",
         (*_ENGINE, *_MEASURING, *_LOADS, *_bench("policies")),
     ),
+    "hybrid.json": Presented("docs/recurrent.md", (*_ENGINE, *_MEASURING, *_bench("models", "peers.py"))),
     "ranks.json": Presented(
         "docs/results/ranks.md",
         (

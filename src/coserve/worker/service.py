@@ -154,13 +154,14 @@ class Service:
 
     def _watch(self) -> None:
         """Receives pauses; ends the process with its host, even during a long step."""
-        while head := self._signals.recv(NUMBER.size, socket.MSG_WAITALL):
-            if len(head) < NUMBER.size:
-                continue
-            if (number := NUMBER.unpack(head)[0]) == ASKED:
-                self._tell(WAITS if self._ranks.is_waiting else WORKS)
-            else:
-                self._pauses.ask(number)
+        with suppress(ConnectionError):  # the host was killed
+            while head := self._signals.recv(NUMBER.size, socket.MSG_WAITALL):
+                if len(head) < NUMBER.size:
+                    continue
+                if (number := NUMBER.unpack(head)[0]) == ASKED:
+                    self._tell(WAITS if self._ranks.is_waiting else WORKS)
+                else:
+                    self._pauses.ask(number)
         os._exit(_ORPHANED)
 
     def _tell_alive(self) -> None:
