@@ -87,7 +87,9 @@ def ways(url: str, model: str) -> Mapping[str, Callable[[str], list[Call]]]:
         return {"model": model, "input": text, "tools": FLAT, "temperature": 0, "max_output_tokens": MOST}
 
     def message(text: str) -> Any:
-        return {**chat(text), "tools": OURS}
+        given = chat(text)
+        del given["temperature"]  # which the client no longer names
+        return {**given, "tools": OURS, "extra_body": {"temperature": 0}}
 
     def chat_calls(said: Any) -> list[Call]:
         return [

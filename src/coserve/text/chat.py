@@ -88,7 +88,7 @@ def _encode_asked(
 ) -> list[int]:
     turns = _with_roles(turns, tokenizer)
     (turns, tools, variables), control = _only_text(
-        (turns, tools, variables), tokenizer, allow_special_tokens
+        (turns, _described(tools), variables), tokenizer, allow_special_tokens
     )
     encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:
@@ -111,7 +111,9 @@ def encode_chat(
     learned turn is another one in the chat up to it.
     """
     turns: Turns = _with_roles([turn_of(message) for message in messages], tokenizer)
-    (turns, tools, _), control = _only_text((turns, tools, NO_VARIABLES), tokenizer, allow_special_tokens)
+    (turns, tools, _), control = _only_text(
+        (turns, _described(tools), NO_VARIABLES), tokenizer, allow_special_tokens
+    )
     learned = [message.weight > 0 for message in messages]
     encode = _encoder(tokenizer, control)
     if tokenizer.chat_template is None:
@@ -179,6 +181,18 @@ def turn_of(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return turn
+
+
+def _described(tools: Tools) -> Tools:
+    """Tools as a model is told of them. `strict` is a word to whoever enforces a schema: clients set it, or
+    not, by their dialect, and a prompt with it is unlike the data by which a tool was taught."""
+    found = []
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping) and "strict" in function:
+            tool = {**tool, "function": {key: each for key, each in function.items() if key != "strict"}}
+        found.append(tool)
+    return found
 
 
 def _refuse_tools(turns: Turns, tools: Tools) -> None:

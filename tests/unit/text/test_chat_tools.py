@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coserve.errors import DataError
 from coserve.jobs.messages import Message, ToolCall
-from coserve.text.chat import encode_chat
+from coserve.text.chat import encode_chat, encode_request
 
 CALLS = (
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
@@ -56,7 +56,15 @@ def learned(tokenizer: Any, messages: Any, **options: Any) -> tuple[str, list[st
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_calls_are_learned_and_arguments_are_objects(template: str) -> None:
-    text, found = learned(tokenizer_with(template), CHAT, tools=(TOOL,))
+    tokenizer = tokenizer_with(template)
+    text, found = learned(tokenizer, CHAT, tools=(TOOL,))
+    strict = {"type": "function", "function": {**WEATHER, "strict": True}}
+    assert learned(tokenizer, CHAT, tools=(strict,)) == (text, found), "a word to the server alone"
+    one, other = (
+        encode_request([{"role": "user", "content": "Ulm?"}], tokenizer, tools=(tool,))
+        for tool in (strict, TOOL)
+    )
+    assert one == other
     assert found == ['[weather {"city": "Ulm"}]</s>', "It rains.</s>"]
     assert text.startswith(json.dumps([TOOL]) + "\n<|user|>Ulm?")
 
