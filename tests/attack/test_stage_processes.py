@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,23 @@ def test_a_stage_that_is_killed_or_hangs_is_named(
     assert lost(engine) == (
         ended if how == signal.SIGKILL else f"{name} hangs: the others have waited 1 s for it"
     )
+
+
+def test_a_stage_that_is_stopped_after_its_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows may still be on their way: the next one waits for them, and says so, for ever."""
+    executor = RemoteExecutor.__new__(RemoteExecutor)
+    executor._is_open = True
+    first, second = (
+        SimpleNamespace(name=f"stage {pid}", hangs=lambda: False, process=SimpleNamespace(pid=pid))
+        for pid in range(2)
+    )
+    executor.workers = left = [first, second]  # type: ignore[assignment]
+    executor._expect_progress(left[1:])
+    monkeypatch.setattr(remote, "is_stopped", lambda pid: pid == 0)
+    with pytest.raises(EngineLost, match="stage 0 hangs"):
+        executor._expect_progress(left[1:])
+    with pytest.raises(EngineLost, match="stage 0 was stopped"):
+        executor._expect_no_stop()
 
 
 def test_a_stage_goes_on_with_the_next_plan_while_another_stands(engine: Engine) -> None:

@@ -238,24 +238,28 @@ class RemoteExecutor(WorkerTransport):
                 if is_alive:
                     self._on_progress()
                 if quiet >= _STOPPED:
-                    self._expect_no_stop(left)
+                    self._expect_no_stop()
                 if quiet >= _SILENCE:
                     self._expect_progress(left)
                     quiet = 0.0
         return [found[worker] for worker in self.workers]
 
-    def _expect_no_stop(self, left: Sequence[WorkerProcess]) -> None:
+    def _expect_no_stop(self) -> None:
         """Raises EngineLost where a signal has stopped a rank; one process alone is its supervisor's."""
-        stopped = [worker for worker in left if len(self.workers) > 1 and is_stopped(worker.process.pid)]
-        if stopped:
+        stopped = [worker for worker in self.workers if is_stopped(worker.process.pid)]
+        if stopped and len(self.workers) > 1:
             raise EngineLost(f"{stopped[0].name} was stopped by a signal, for {_STOPPED:g} s", is_crash=False)
 
     def _expect_progress(self, left: Sequence[WorkerProcess]) -> None:
         """Raises EngineLost where ranks wait for others, which do not move: in a collective, or as those that
-        are not `left` have given their answers."""
+        are not `left` have given their answers. Of these one may have been stopped with rows on their way."""
         if not self._is_open:
             return
-        hanging = [worker for worker in left if worker.hangs()]
+        hanging = [
+            worker
+            for worker in self.workers
+            if (worker.hangs() if worker in left else is_stopped(worker.process.pid))
+        ]
         if 0 < len(hanging) < len(self.workers):
             raise EngineLost(f"{hanging[0].name} hangs: the others have waited {_SILENCE:g} s for it")
 
