@@ -28,7 +28,8 @@ from coserve.cluster.records import ClusterLink
 from coserve.errors import CoserveError, Unreachable, WeightsUnreadable
 
 _ATTEMPTS: Final = 8  # of a pass while workers are lost; then the plan waits
-_CHUNK: Final = 128  # tokens of a piece of pages that are brought
+_COPIED: Final = 128  # tokens of pages that are copied at once
+_COMPUTED: Final = 512  # and computed again at a known rate: smaller passes read the weights more often
 _RECOMPUTED: Final = 1e3  # tokens a second of recomputing before any are measured
 
 
@@ -214,6 +215,7 @@ class ClusterFront:
         first = lacking[0] * size
         source = self._source(rows, one, lacking)
         nbytes = one.loaded.page_nbytes / size
+        rate = self._recompute_rate(one)
         move = PageMove(
             tokens=rows.context - first,
             token_nbytes=max(int(nbytes), 1),
@@ -221,9 +223,10 @@ class ClusterFront:
             link=None
             if source is None
             else ClusterLink(link_rate(source.worker.address, one.worker.address, self.rates)),
-            recompute_rate=one.rate or _RECOMPUTED,
+            recompute_rate=rate or _RECOMPUTED,
         )
-        meeting = Meeting(move, max(_CHUNK, size), MovingPages.RECOMPUTE if source is None else self.moving)
+        moving = MovingPages.RECOMPUTE if source is None else self.moving
+        meeting = Meeting(move, max(_COPIED, size), moving, _COMPUTED if rate else None)
         outcome: Outcomes = queue.SimpleQueue()
         going: dict[int, tuple[range, float, bool]] = {}
         while not meeting.is_done:
@@ -243,17 +246,24 @@ class ClusterFront:
                     raise error
                 raise _Again
             seconds = time.monotonic() - began
-            self._brought(rows, one, first, tokens)
             if is_copy:
+                self._brought(rows, one, first, tokens)
                 meeting.copied(seconds)
             else:
-                for earlier in way[:-1]:
+                for earlier, spent in zip(way, message.seconds, strict=True):
+                    earlier.observe(len(tokens), spent)
                     self._brought(rows, earlier, first, tokens)
                 meeting.recomputed(seconds)
         recomputed, copied = meeting.done
         self.recomputed, self.copied = self.recomputed + len(recomputed), self.copied + len(copied)
         if source is not None and copied:
             self.rates[source.worker.address, one.worker.address] = meeting.copy_rate * nbytes
+
+    def _recompute_rate(self, one: HostedBlock) -> float:
+        """Tokens a second that an instance computes again, as its passes of many rows show, or those of
+        others of its block: one that has had decode rows alone seems slow. 0 before any."""
+        known = (one, *self.fleet.instances(one.block))
+        return next((each.rate for each in known if max(each.seconds, default=0) >= _COPIED), 0.0)
 
     def _source(self, rows: SequenceRows, one: HostedBlock, lacking: Sequence[int]) -> HostedBlock | None:
         """Another instance of the block that has all that this one lacks."""

@@ -1,4 +1,5 @@
-"""A worker of a cluster: block instances, each with a queue, and one thread that computes for all of them.
+"""A worker of a cluster: block instances, each with a queue, one thread that computes for all of them, and
+one that reads and writes pages which move, beside what is computed.
 
 Whoever calls is a scheduler, whose instances are closed with its connection, or another worker, which brings
 rows and pages. Rows go on to their next block's worker without passing the scheduler; from the last block
@@ -6,6 +7,7 @@ they go back to it.
 """
 
 import logging
+import queue
 import socket
 import threading
 import time
@@ -60,6 +62,7 @@ _TRAINING: Final = 256  # windows of a scheduler that may wait at a worker
 _CANCELLED: Final = 4096  # numbers that are remembered of each scheduler
 Place = tuple[str, int]  # a scheduler's id and its instance's number
 FindModel = Callable[[str], Path]
+_Move = tuple[Callable[..., object], CopyPages | PutPages, tuple[Tensor, ...]]  # of pages
 
 
 @dataclass(eq=False)
@@ -110,6 +113,8 @@ class BlockHost:
         self._schedulers: dict[str, _Scheduler] = {}
         self._instances: dict[Place, _Instance] = {}
         self._tasks: deque[Callable[[], object]] = deque()  # beside rows, for the computing thread
+        self._moves: queue.SimpleQueue[_Move | None] = queue.SimpleQueue()
+        self._moving = threading.Lock()  # what is cancelled under it is not written afterwards
         self._training: deque[_Training] = deque()  # behind all rows
         self._outboxes: dict[str, Outbox] = {}
         self._peers: set[Peer] = set()
@@ -119,7 +124,7 @@ class BlockHost:
         self._digests: dict[str, tuple[tuple[int, ...], str]] = {}
         self._threads = [
             threading.Thread(target=run, name=f"coserve-block-{run.__name__.strip('_')}", daemon=True)
-            for run in (self._accept, self._compute)
+            for run in (self._accept, self._compute, self._move)
         ]
 
     def start(self) -> "BlockHost":
@@ -134,6 +139,7 @@ class BlockHost:
             self._is_closed = True
             peers, outboxes = list(self._peers), list(self._outboxes.values())
             self._lock.notify_all()
+        self._moves.put(None)
         shut(self._listening)
         self._listening.close()
         self._bound.remove()
@@ -234,7 +240,7 @@ class BlockHost:
             case CancelRows():
                 self._cancel(scheduler, message.numbers)
             case CopyPages():
-                self._later(self._copy_pages, message)
+                self._moves.put((self._copy_pages, message, ()))
             case TrainRows():
                 self._queue_training(message, tensors)
             case _:
@@ -381,7 +387,7 @@ class BlockHost:
     def _put_pages(self, message: PutPages, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != 1:
             raise ConnectionError("pages without their bytes")
-        self._later(self._write_pages, message, tensors[0])
+        self._moves.put((self._write_pages, message, (tensors[0],)))
 
     def _later(self, act: Callable[..., object], *given: Any) -> None:
         """Has the computing thread do something between two passes."""
@@ -390,7 +396,7 @@ class BlockHost:
             self._lock.notify_all()
 
     def _cancel(self, scheduler: str, numbers: Sequence[int]) -> None:
-        with self._lock:
+        with self._moving, self._lock:
             self._schedulers[scheduler].cancelled.extend(numbers)
             for place, one in self._instances.items():
                 if place[0] == scheduler:
@@ -528,10 +534,23 @@ class BlockHost:
         return self._forward(message.target.address, put, [data])
 
     def _write_pages(self, message: PutPages, data: Tensor) -> None:
-        if self._is_cancelled(message.scheduler, message.number):
-            return
+        """Writes pages that no pass reads yet: the scheduler waits for them, or cancels the move before it
+        gives them to another sequence."""
         try:
-            self._find(message.scheduler, message.instance).block.write_pages(message.pages, data)
+            with self._moving:
+                if self._is_cancelled(message.scheduler, message.number):
+                    return
+                self._find(message.scheduler, message.instance).block.write_pages(message.pages, data)
         except CoserveError as error:
             return self._fail(message, error)
         self._reply(message.scheduler, RowsPassed(message.number))
+
+    def _move(self) -> None:
+        """The moving thread: a page that waited for a pass would cost a link most of its rate."""
+        while (move := self._moves.get()) is not None:
+            act, message, data = move
+            try:
+                act(message, *data)
+            except Exception as error:
+                _log.exception("pages could not be moved")
+                self._fail(message, InternalError(f"the worker at {self.address}: {error}"))

@@ -96,16 +96,24 @@ def _turns(move: PageMove) -> list[int]:
 
 class Meeting:
     """A move under way, in chunks: `next_recomputed` and `next_copied` are the tokens to do next from either
-    end, whole pages of at most `chunk` tokens, and `recomputed` and `copied` say in what time they were done.
-    Rates follow what is measured, and the last chunks shrink such that both sides end together. A side has at
-    most one chunk under way; both are asked again whenever one is done. `lost` gives chunks under way back,
-    as a link or a worker may fail: what has been done stays.
+    end, whole pages of at most `chunk` tokens (of those to recompute `recomputed_chunk`, if given), and
+    `recomputed` and `copied` say in what time they were done. Rates follow what is measured, and the last
+    chunks shrink such that both sides end together. A side has at most one chunk under way; both are asked
+    again whenever one is done. `lost` gives chunks under way back, as a link or a worker may fail: what has
+    been done stays.
     """
 
-    def __init__(self, move: PageMove, chunk: int, way: MovingPages = MovingPages.MEET) -> None:
+    def __init__(
+        self,
+        move: PageMove,
+        chunk: int,
+        way: MovingPages = MovingPages.MEET,
+        recomputed_chunk: int | None = None,
+    ) -> None:
         check_range("chunk", chunk, 1, MOST_COUNT, int)
         self._move, self._way = move, way
-        self._most = max(chunk // move.page, 1)  # pages of a chunk
+        self._most_copied = max(chunk // move.page, 1)  # pages of a chunk
+        self._most_recomputed = max((recomputed_chunk or chunk) // move.page, 1)
         self._front, self._back = (
             0,
             -(-move.tokens // move.page),
@@ -129,14 +137,18 @@ class Meeting:
 
     def next_recomputed(self) -> range | None:
         """The next tokens to recompute, which are under way from now on; None where none are to be begun."""
-        if self._computing or not (count := self._share(self.recompute_rate, self.copy_rate)):
+        if self._computing or not (
+            count := self._share(self.recompute_rate, self.copy_rate, self._most_recomputed)
+        ):
             return None
         self._computing = count
         return self._tokens(self._front, self._front + count)
 
     def next_copied(self) -> range | None:
         """The next tokens to copy, which are under way from now on; None where none are to be begun."""
-        if self._copying or not (count := self._share(self.copy_rate, self.recompute_rate)):
+        if self._copying or not (
+            count := self._share(self.copy_rate, self.recompute_rate, self._most_copied)
+        ):
             return None
         self._copying = count
         return self._tokens(self._back - count, self._back)
@@ -174,14 +186,14 @@ class Meeting:
         elif self.recompute_rate == 0.0:
             self.recompute_rate = self._move.recompute_rate
 
-    def _share(self, own: float, other: float) -> int:
+    def _share(self, own: float, other: float, most: int) -> int:
         """Pages of the next chunk of a side: at most the chunk, and of those that are left no more than this
         side does while the other does the rest. The faster side does the page in which both meet."""
         left = self._back - self._front - self._computing - self._copying
         if not left or not own:
             return 0
         count = int(left * (own / (own + other)))
-        return min(max(count, int(own >= other)), self._most)
+        return min(max(count, int(own >= other)), most)
 
     def _tokens(self, first: int, last: int) -> range:
         page, tokens = self._move.page, self._move.tokens

@@ -1,5 +1,7 @@
-"""A worker takes answers between two layers of training, and refuses training rows that are none of its."""
+"""A worker takes answers between two layers of training, refuses training rows that are none of its, and
+moves pages while it computes."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,18 @@ import torch
 from clusters import KEY, hosts
 from coserve.cluster.blocks import files_digest
 from coserve.cluster.instance import OpenBlock
-from coserve.cluster.messages import Hop, LoadBlock, PassRows, RowSegment, TrainRows
+from coserve.cluster.messages import (
+    CancelRows,
+    CopyPages,
+    Hop,
+    LoadBlock,
+    PassRows,
+    Ping,
+    Pong,
+    RowSegment,
+    RowsPassed,
+    TrainRows,
+)
 from coserve.cluster.peer import connect
 from models import save, tiny
 
@@ -57,3 +70,33 @@ def test_training_is_below_answers_and_checked(tmp_path: Path, monkeypatch: pyte
         assert (first[0].number, second[0].number) == (7, 6)  # type: ignore[union-attr]
         assert [tuple(x.shape) for x in second[1]] == [(rows, width)], "no parameter trains"
         peer.close()
+
+
+def test_pages_move_while_a_pass_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is written does not wait for the pass; one whose move was cancelled is never written."""
+    model = save(tiny("llama", torch.float32, num_hidden_layers=2), tmp_path / "model")
+    run, goes_on = OpenBlock.run, threading.Event()
+    monkeypatch.setattr(OpenBlock, "run", lambda *given: goes_on.wait(60.0) and run(*given))
+    with hosts(tmp_path / "w", 2) as (sender, receiver):
+        peers = [connect(one.address, KEY.encode(), "s") for one in (sender, receiver)]
+        for number, peer in enumerate(peers):
+            peer.send(LoadBlock(number, str(model), files_digest(model), 0, 2, "float32", 4, 8, 4))
+            assert peer.receive() is not None and peer.receive() is not None
+        own, other = sender._instances["s", 0].block, receiver._instances["s", 1].block
+        data = torch.randint(0, 99, (2, own.attention.page_nbytes), dtype=torch.uint8)
+        own.write_pages((1, 2), data)
+        other.write_pages((0, 1, 2, 3), torch.zeros(4, data.shape[1], dtype=torch.uint8))
+        hidden, to = torch.ones(1, own.base.hidden_size), Hop(receiver.address, 1)
+        peers[1].send(PassRows(1, "s", (RowSegment(1, 1, 0, (0,)),), (to,)), [hidden])
+        peers[1].send(CancelRows((2,)))
+        peers[1].send(Ping())
+        assert isinstance((peers[1].receive() or ((),))[0], Pong), "it was cancelled before the page comes"
+        for number, page in ((2, 1), (3, 2)):
+            peers[0].send(CopyPages(number, "s", 0, (page,), to))
+        moved, computed = peers[1].receive(), (goes_on.set(), peers[1].receive())[1]
+        assert moved is not None and isinstance(moved[0], RowsPassed) and moved[0].number == 3
+        assert computed is not None and isinstance(computed[0], RowsPassed) and computed[0].number == 1
+        assert torch.equal(other.read_pages((2,))[0], data[1]), "a page that came meanwhile"
+        assert not other.read_pages((1,)).any(), "a page whose move was cancelled"
+        for peer in peers:
+            peer.close()

@@ -1,6 +1,7 @@
 """Plans of moving pages: against all places of meeting, and chunk by chunk with rates that change."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -78,7 +79,8 @@ def test_chunks_cover_each_token_once_and_follow_the_rates() -> None:
     for number in range(200):
         move = drawn(draw)
         rates = (draw.uniform(5, 5000), draw.uniform(5, 5000))
-        meeting = Meeting(move, draw.choice((1, 16, 64)), draw.choice((*MovingPages, MovingPages.MEET)))
+        way = draw.choice((*MovingPages, MovingPages.MEET))
+        meeting = Meeting(move, draw.choice((1, 16, 64)), way, draw.choice((None, 16, 512)))
         play(meeting, rates, draw if number % 2 else None)
         front, back = meeting.done
         assert len(front) + len(back) == move.tokens
@@ -90,6 +92,8 @@ def test_sides_end_together_though_the_rates_told_were_wrong(rates: tuple[float,
     best = 2048 / sum(rates)
     slowest_page = 16 / min(rates)
     assert play(Meeting(move, 128), rates) <= 1.15 * best + slowest_page
+    known = replace(move, recompute_rate=rates[0], link=ClusterLink(100 * rates[1]))
+    assert play(Meeting(known, 128, recomputed_chunk=512), rates) <= 1.05 * best + slowest_page
     assert play(Meeting(move, 128, MovingPages.COPY), rates) == pytest.approx(2048 / rates[1])
 
 
