@@ -215,7 +215,7 @@ class ClusterFront:
         first = lacking[0] * size
         source = self._source(rows, one, lacking)
         nbytes = one.loaded.page_nbytes / size
-        rate = self._recompute_rate(one)
+        rate, is_known = self._recompute_rate(one)
         move = PageMove(
             tokens=rows.context - first,
             token_nbytes=max(int(nbytes), 1),
@@ -223,10 +223,10 @@ class ClusterFront:
             link=None
             if source is None
             else ClusterLink(link_rate(source.worker.address, one.worker.address, self.rates)),
-            recompute_rate=rate or _RECOMPUTED,
+            recompute_rate=rate,
         )
         moving = MovingPages.RECOMPUTE if source is None else self.moving
-        meeting = Meeting(move, max(_COPIED, size), moving, _COMPUTED if rate else None)
+        meeting = Meeting(move, max(_COPIED, size), moving, _COMPUTED if is_known else None)
         outcome: Outcomes = queue.SimpleQueue()
         going: dict[int, tuple[range, float, bool]] = {}
         while not meeting.is_done:
@@ -259,11 +259,12 @@ class ClusterFront:
         if source is not None and copied:
             self.rates[source.worker.address, one.worker.address] = meeting.copy_rate * nbytes
 
-    def _recompute_rate(self, one: HostedBlock) -> float:
-        """Tokens a second that an instance computes again, as its passes of many rows show, or those of
-        others of its block: one that has had decode rows alone seems slow. 0 before any."""
+    def _recompute_rate(self, one: HostedBlock) -> tuple[float, bool]:
+        """Tokens a second that an instance computes again, and whether passes of many rows have shown that:
+        its own, or else those of others of its block. What passes of few rows show is too little."""
         known = (one, *self.fleet.instances(one.block))
-        return next((each.rate for each in known if max(each.seconds, default=0) >= _COPIED), 0.0)
+        shown = next((each.rate for each in known if max(each.seconds, default=0) >= _COPIED), 0.0)
+        return shown or max(each.rate for each in known) or _RECOMPUTED, shown > 0.0
 
     def _source(self, rows: SequenceRows, one: HostedBlock, lacking: Sequence[int]) -> HostedBlock | None:
         """Another instance of the block that has all that this one lacks."""
