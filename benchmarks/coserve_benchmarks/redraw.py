@@ -64,6 +64,8 @@ def _place(found: Mapping[str, Any], kind: str) -> tuple[str, str] | None:
         return ours + "streamed.drawing", "draw_deferral"
     if "clients.split.rate" in series:
         return ours + "split.drawing", "draw"
+    if "blockllm.fig18" in series and "flexllm.fig16" not in series:
+        return ours + "simulation.cluster_drawing", "draw"
     if "flexllm.fig16" in series:
         return ours + "simulation.drawing", "draw"
     if "rl.reward.turns" in series:

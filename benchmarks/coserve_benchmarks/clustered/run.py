@@ -48,7 +48,9 @@ def run_cluster(
 
 
 def _model(bench: Bench) -> None:
-    """The rows of the simulator's cluster, by its own names."""
+    """The rows of the simulator's cluster, by its own names, and the series of its figures."""
     found = blockllm_cluster.run(bool(bench.results.header["quick"]), lambda _: None)
     for name, row in found.rows.items():
         bench.results.row(f"{_MODELLED}{name.removeprefix(_SIMULATED)}", row.value, note=row.note)
+    for name, values in found.series.items():
+        bench.results.series(name, values)

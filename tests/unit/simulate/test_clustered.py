@@ -9,7 +9,7 @@ from coserve.cluster.dispatch import DispatchRule, DispatchSettings
 from coserve.cluster.records import ClusterBlock, ClusterLink, ClusterWorker
 from coserve.cluster.scaling import ScalingSettings
 from coserve.errors import ConfigError
-from coserve.simulate.clustered.setting import ClusterAsk, ClusterSetting, linear_profile
+from coserve.simulate.clustered.setting import ClusterAsk, ClusterSample, ClusterSetting, linear_profile
 from coserve.simulate.clustered.world import SimulatedCluster
 
 LINK = ClusterLink(1000.0, 0.5)
@@ -74,8 +74,15 @@ def test_all_is_answered_and_all_memory_returned(rule: DispatchRule) -> None:
     assert all(one.used == 2000 for one in cluster.view().workers.values()), "the blocks alone are left"
     assert (found.recomputed == 0) or rule in (DispatchRule.RECOMPUTE_ONLY, DispatchRule.OWNER_FIRST)
     assert (found.copied == 0) or rule is not DispatchRule.RECOMPUTE_ONLY
-    again = SimulatedCluster(both(rule, sweep=2.0)).play(asks)
+    samples = list[ClusterSample]()
+    again = SimulatedCluster(both(rule, sweep=2.0)).play(asks, samples.append)
     assert again == found, "a virtual clock repeats itself"
+    assert [one.at for one in samples] == [float(n) for n in range(1, len(samples) + 1)]
+    assert all(one.block_nbytes == 4000 and one.page_nbytes >= 0 for one in samples)
+    assert any(one.page_nbytes > 0 for one in samples)
+    assert sorted(samples, key=lambda one: (one.computed, one.own_rows)) == samples
+    assert samples[-1].computed <= found.busy * 2 * (asks[-1].at + max(found.latencies))
+    assert samples[-1].stand_in_rows == 0, "no block stands in for one here"
 
 
 def test_owners_keep_their_requests_where_links_are_slow() -> None:

@@ -6,7 +6,7 @@ where passes, links and loads take the seconds that are assumed, beside what the
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
@@ -22,13 +22,19 @@ from coserve.cluster.placement import (
 )
 from coserve.cluster.records import ClusterBlock, ClusterLink, ClusterWorker
 from coserve.cluster.scaling import ScalingSettings
-from coserve.simulate.clustered.setting import ClusterAsk, ClusterOutcome, ClusterSetting, linear_profile
+from coserve.simulate.clustered.setting import (
+    ClusterAsk,
+    ClusterOutcome,
+    ClusterSample,
+    ClusterSetting,
+    linear_profile,
+)
 from coserve.simulate.clustered.world import SimulatedCluster
 from coserve.simulate.hardware import MeasuredTable, Roofline, hardware_named
 from coserve.simulate.intervals import percentile
 from coserve.workload.arrivals import poisson_times
 from coserve.workload.shapes import ModelShape, shape_named
-from coserve_benchmarks.simulation.papers import blockllm, speculation
+from coserve_benchmarks.simulation.papers import blockllm, blockllm_figures, speculation
 from coserve_benchmarks.simulation.papers.statement import (
     FigureTable,
     PaperResult,
@@ -43,6 +49,7 @@ from coserve_benchmarks.zoo.provision import ANSWER, PROMPT
 SHAPE: Final = "255m"
 HARDWARE: Final = "two-cores"
 APPLICATIONS: Final = 12
+GROWING: Final = (3, 6, APPLICATIONS, 18)  # of figure 22; more models of their own have no room
 FULL: Final = 6  # of so many applications one is a full fine-tune, all of whose weights are its own
 SPANS: Final = 4  # blocks of a chain
 HASHES: Final = 5  # names of blocks that placements are shown for
@@ -155,9 +162,13 @@ def make_asks(
     return found
 
 
-def play(own: ClusterSetting, asks: Sequence[ClusterAsk]) -> ClusterOutcome:
+def play(
+    own: ClusterSetting,
+    asks: Sequence[ClusterAsk],
+    watch: Callable[[ClusterSample], object] | None = None,
+) -> ClusterOutcome:
     """A load on a fresh cluster."""
-    return SimulatedCluster(own).play(asks)
+    return SimulatedCluster(own).play(asks, watch)
 
 
 def meeting_seconds(move: PageMove, way: MovingPages, chunk: int = 256) -> float:
@@ -221,18 +232,26 @@ def burst(scaled: bool, rate: float, seconds: float) -> ClusterOutcome:
     return play(alone, make_asks(rate, seconds, 3, only=0))
 
 
-def speculated(seconds: float) -> tuple[float, float]:
-    """Medians of answers without and with surrogates beside the slowest block of a chain of eight on as many
-    A100 (`papers/speculation.py`), where each of its links takes as long as that block: more than all blocks
-    compute."""
+def speculated(seconds: float) -> list[speculation.ChainFigures]:
+    """Answers without surrogates, with them, and with ideal ones beside the slowest block of a chain of eight
+    on as many A100 (`papers/speculation.py`), where each of its links takes as long as that block: more than
+    all blocks compute."""
     table = hardware_named(blockllm.HARDWARE)
     assert isinstance(table, Roofline), "a device"
     own = speculation.block_seconds(blockllm.LLAMA_7B, table)
     slowest = own(speculation.BOTTLENECK, 1)
     times = poisson_times(0.25 / slowest / speculation.ANSWER, seconds, 1)
-    kinds = (None, speculation.Speculation())
-    none, ours = (speculation.Chain(own, slowest, kind).play(times).p50 for kind in kinds)
-    return none, ours
+    ideal = speculation.Speculation(speculation.IDEAL, 1.0)
+    kinds = (None, speculation.Speculation(), ideal)
+    return [speculation.Chain(own, slowest, kind).play(times) for kind in kinds]
+
+
+def adapting(seconds: float) -> blockllm_figures.Series:
+    """Figure 16: adaptive serving while arrivals rise to twice the rate and fall again."""
+    asks = blockllm_figures.rising(make_asks(2 * RATE, seconds), seconds)
+    samples = list[ClusterSample]()
+    play(setting("adaptive"), asks, samples.append)
+    return blockllm_figures.adaptation(samples, asks)
 
 
 def run(quick: bool, say: Say) -> PaperResult:
@@ -243,18 +262,36 @@ def run(quick: bool, say: Say) -> PaperResult:
         say(f"BlockLLM's cluster: dispatch, {rule}")
         rules[rule] = play(setting("blocks", rule=rule), make_asks(LONG_RATE, seconds, prompt=LONG))
     kinds: dict[tuple[str, int], ClusterOutcome] = {}
-    for count in (APPLICATIONS,) if quick else (3, APPLICATIONS):
-        for kind in ("blocks", "adaptive", "merged", "models"):
+    samples: dict[tuple[str, int], list[ClusterSample]] = {}
+    for count in (APPLICATIONS,) if quick else GROWING:
+        for kind in (
+            ("blocks", "adaptive", "merged", "models") if count == APPLICATIONS else ("blocks", "models")
+        ):
             say(f"BlockLLM's cluster: {kind}, {count} applications")
-            kinds[kind, count] = play(setting(kind, count), make_asks(RATE, seconds, count))
+            own_samples = samples[kind, count] = []
+            asks = make_asks(RATE, seconds, count)
+            kinds[kind, count] = play(setting(kind, count), asks, own_samples.append)
     say("BlockLLM's cluster: placement, scaling")
     placed = placements(seconds)
     scaled = {name: burst(name == "scaling", RATE, seconds) for name in ("scaling", "none")}
+    chains = speculated(2.0 if quick else 20.0)
+    compared = {kind: one for (kind, n), one in kinds.items() if n == APPLICATIONS}
+    watched = {kind: one for (kind, n), one in samples.items() if n == APPLICATIONS}
+    by_rule = {rule.value: one for rule, one in rules.items()}
+    series = {
+        **blockllm_figures.distributions(compared),
+        **blockllm_figures.provisions(compared, watched, len(workers(3))),
+        **blockllm_figures.ablations(by_rule, placed, chains),
+    }
+    if not quick:
+        say("BlockLLM's cluster: arrivals that rise and fall")
+        grown = ({n: kinds[kind, n] for n in GROWING} for kind in ("blocks", "models"))
+        series |= blockllm_figures.growth(*grown) | adapting(4 * seconds)
     own = costs()
     move = PageMove(_MOVED, own.page_nbytes, _PAGE, NETWORK, _PREFILL)
     met = {way: meeting_seconds(move, way) for way in MovingPages}
     tables = (
-        _table("Dispatch (figure 24)", {rule.value: one for rule, one in rules.items()}),
+        _table("Dispatch (figure 24)", by_rule),
         _table("Provision (figures 18, 19, 22)", {f"{k}, {n}": one for (k, n), one in kinds.items()}),
         _table("Placement (figure 26)", placed),
         _table("Scaling after a burst", scaled),
@@ -276,7 +313,8 @@ def run(quick: bool, say: Say) -> PaperResult:
         f"{_LOAD / 1e9:g} GB/s (assumed). There: 12 A100, models of 6B to 13B, 100 Gbit/s.",
         tables,
         [*_statements(rules, kinds, placed)],
-        dict(_rows(rules, kinds, placed, scaled, met)),
+        dict(_rows(rules, kinds, placed, scaled, met, chains)),
+        series=series,
     )
 
 
@@ -338,12 +376,12 @@ def _statements(
         _p(blocks, 0.95) / _p(adaptive, 0.95), without, " times", 1.0,
     )  # fmt: skip
     yield size("answers that are adapted", 136 / 400, adaptive.adapted / len(adaptive.latencies), without)
-    if ("models", 3) in kinds:
-        gains = {n: kinds["blocks", n].rate / kinds["models", n].rate for n in (3, APPLICATIONS)}
+    if ("models", GROWING[0]) in kinds:
+        gains = {n: kinds["blocks", n].rate / kinds["models", n].rate for n in GROWING}
         yield claim(
             "the gain grows with the number of applications (figure 22)", "1.71 times with 20, 1.85 with 30",
             ", ".join(f"{gain:.3g} times with {n}" for n, gain in gains.items()),
-            gains[3] < gains[APPLICATIONS], few,
+            gains[GROWING[0]] < gains[GROWING[-1]], few,
         )  # fmt: skip
     near, far = (_sum(placed, name, "sent_seconds") for name in ("locality", "fragmentation"))
     yield size(
@@ -359,6 +397,7 @@ def _rows(
     placed: Mapping[str, ClusterOutcome],
     scaled: Mapping[str, ClusterOutcome],
     met: Mapping[MovingPages, float],
+    chains: Sequence[speculation.ChainFigures],
 ) -> Iterator[tuple[str, Row]]:
     note = "modelled: the policies on a virtual clock, with costs that are measured or assumed as said"
     ours = _p(rules[DispatchRule.OWNER_FIRST], 0.95)
@@ -372,7 +411,10 @@ def _rows(
     near, far = (_sum(placed, name, "between_nbytes") for name in ("locality", "fragmentation"))
     yield "cluster.locality.transfer_bytes", Row(near / far, f"over {HASHES} orders; {note}")
     yield "cluster.scaling", Row(scaled["scaling"].rate / scaled["none"].rate, note)
-    none, ours = speculated(20.0)
-    yield "cluster.speculation.p50", Row(ours / none, f"links that take as long as the slowest block; {note}")
+    none, surrogates, _ = chains
+    yield (
+        "cluster.speculation.p50",
+        Row(surrogates.p50 / none.p50, f"links that take as long as the slowest block; {note}"),
+    )
     best = min(met[MovingPages.COPY], met[MovingPages.RECOMPUTE])
     yield "cluster.kv.meet.vs_best_of_both", Row(met[MovingPages.MEET] / best, note)

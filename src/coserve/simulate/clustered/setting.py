@@ -65,6 +65,20 @@ class ClusterSetting:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterSample:
+    """The cluster at a time of a load: seconds that its devices have computed, rows that chains' own blocks
+    and those that stand in for one have passed since the beginning, and bytes of blocks and of pages in
+    memory."""
+
+    at: float
+    computed: float
+    own_rows: int
+    stand_in_rows: int
+    block_nbytes: int
+    page_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterOutcome:
     """The answers of a load: the seconds of each, tokens a second from the first arrival to the last answer,
     bytes between hosts and within them, seconds that devices computed over those that they had, answers that

@@ -20,7 +20,7 @@ from coserve.cluster.records import BlockInstance, ChainRequest, ClusterLink, Cl
 from coserve.cluster.scaling import AddInstance, scale
 from coserve.errors import ConfigError
 from coserve.simulate.clustered.device import SimulatedInstance, VirtualEvents, WaitingRows, Wire
-from coserve.simulate.clustered.setting import ClusterAsk, ClusterOutcome, ClusterSetting
+from coserve.simulate.clustered.setting import ClusterAsk, ClusterOutcome, ClusterSample, ClusterSetting
 
 _PATIENCE: Final = 4.0  # of a chunk of pages, in its own seconds
 _RECOVERED: Final = 0.05  # of what a rate of recomputing is below that of an idle device, at each look
@@ -73,12 +73,18 @@ class SimulatedCluster:
         self.traffic = DependenceCounter()
         self._sent, self._unfinished = 0.0, 0
         self._loads = self._added = self._recomputed = self._copied = 0
+        self._passes = [0, 0]  # rows through blocks of their chain, and through those that stand in for one
+        self._watch: Callable[[ClusterSample], object] = lambda _: None
         for content, places in setting.placed.items():
             for name in places:
                 self._load(name, content, 0.0)
 
-    def play(self, asks: Sequence[ClusterAsk]) -> ClusterOutcome:
-        """Answers all requests. Raises ConfigError where some can never be answered, as nobody has room."""
+    def play(
+        self, asks: Sequence[ClusterAsk], watch: Callable[[ClusterSample], object] | None = None
+    ) -> ClusterOutcome:
+        """Answers all requests; `watch` is given a sample at each look. Raises ConfigError where some can
+        never be answered, as nobody has room."""
+        self._watch = watch or self._watch
         for key, ask in enumerate(asks):
             answer = _Answer(key, ask, self.setting.chains[ask.application], ask.prompt)
             self._answers.append(answer)
@@ -281,6 +287,7 @@ class SimulatedCluster:
             answer = self._open[waiting.key]
             self._hold(answer, instance.content, device.worker.name, answer.tokens + answer.rows)
             block = self.setting.blocks[instance.content]
+            self._passes[instance.content != answer.chain[answer.place]] += answer.rows
             answer.place += 1
             if answer.place < len(answer.chain):
                 following = answer.chain[answer.place]
@@ -308,6 +315,7 @@ class SimulatedCluster:
     def _look(self) -> None:
         """Sweeps copies, scales, and tries again what found no room."""
         now = self.events.now
+        self._watch(self._sample())
         if now % self.setting.sweep < self.setting.look:
             self._sweep()
         for device in self._devices.values():  # a rate that was low under load is tried again in time
@@ -321,6 +329,14 @@ class SimulatedCluster:
             self._sent_on(answer)
         if len(self._parked) < self._unfinished:  # else nothing will ever make room for those that wait
             self.events.at(now + self.setting.look, self._look)
+
+    def _sample(self) -> ClusterSample:
+        blocks = sum(
+            self.setting.blocks[content].nbytes for one in self._devices.values() for content in one.instances
+        )
+        used = sum(one.used for one in self._workers.values())
+        computed = sum(one.computed for one in self._devices.values())
+        return ClusterSample(self.events.now, computed, *self._passes, blocks, used - blocks)
 
     def _sweep(self) -> None:
         """Drops copies of those requests whose rows are in no move: only the last place that they were at is
