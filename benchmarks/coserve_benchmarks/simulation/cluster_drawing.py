@@ -23,7 +23,7 @@ def draw(results: Mapping[str, Any], path: str | Path) -> None:
         places = [*figure.subplots(lines, _COLUMNS, squeeze=False).flat]
         for axes, (name, panel) in zip(places, shown.items(), strict=False):
             panel(axes, series[f"blockllm.fig{name}"])
-            axes.set_title(f"{axes.get_title()} (figure {name})", fontsize=8)
+            axes.set_title(f"{axes.get_title(loc='left')} (figure {name})", fontsize=8)
         for axes in places[len(shown) :]:
             axes.set_axis_off()
         save(figure, path)
@@ -97,8 +97,9 @@ def _compared(title: str, columns: Sequence[str]) -> Callable[[Any, Rows], None]
         middles = [place + 0.4 - width / 2 for place in range(len(columns))]
         axes.set_xticks(middles, columns)
         axes.axhline(1.0, color=RULE)
+        axes.margins(y=0.4)  # the legend is above the bars
         axes.set(ylabel=f"over {rows[0][0]}", title=title)
-        axes.legend()
+        axes.legend(ncols=2, loc="upper left")
 
     return panel
 

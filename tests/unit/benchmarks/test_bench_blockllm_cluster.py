@@ -83,6 +83,7 @@ def test_figures_are_of_the_runs(tmp_path: Path) -> None:
         spans = [later.at - one.at for one, later in pairwise(samples[kind])]
         computed = samples[kind][-1].computed - samples[kind][0].computed
         assert sum(map(operator.mul, busy, spans)) * 3 == pytest.approx(computed)
+        assert all(-1e-9 <= share <= 1 + 1e-9 for share in busy)
     blocks = {row[0]: row[1] for row in series["blockllm.fig21"]}
     assert blocks["adaptive"] == pytest.approx(5 * costs().shape.parameters * 2 / 1e9, rel=0.01), "3 + 2"
     assert blocks["models"] == pytest.approx(12 * costs().shape.parameters * 2 / 1e9, rel=0.01)

@@ -52,7 +52,12 @@ class _Device:
     instances: dict[str, SimulatedInstance] = field(default_factory=dict)
     chunks: deque[tuple[float, float, Callable[[], None]]] = field(default_factory=deque)  # when, how long
     is_busy: bool = False
+    busy_until: float = 0.0
     computed: float = 0.0
+
+    def computed_at(self, now: float) -> float:
+        """Seconds that it has computed, of the pass under way those that are over."""
+        return self.computed - max(self.busy_until - now, 0.0)
 
 
 class SimulatedCluster:
@@ -273,13 +278,14 @@ class SimulatedCluster:
     def _compute(self, device: _Device, seconds: float, done: Callable[[], None]) -> None:
         device.is_busy = True
         device.computed += seconds
+        device.busy_until = self.events.now + seconds
 
         def ended() -> None:
             device.is_busy = False
             done()
             self._serve(device)
 
-        self.events.at(self.events.now + seconds, ended)
+        self.events.at(device.busy_until, ended)
 
     def _passed(self, device: _Device, instance: SimulatedInstance, taken: Sequence[WaitingRows]) -> None:
         instance.under_way, instance.last_used = [], self.events.now
@@ -335,7 +341,7 @@ class SimulatedCluster:
             self.setting.blocks[content].nbytes for one in self._devices.values() for content in one.instances
         )
         used = sum(one.used for one in self._workers.values())
-        computed = sum(one.computed for one in self._devices.values())
+        computed = sum(one.computed_at(self.events.now) for one in self._devices.values())
         return ClusterSample(self.events.now, computed, *self._passes, blocks, used - blocks)
 
     def _sweep(self) -> None:
