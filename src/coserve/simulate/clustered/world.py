@@ -342,7 +342,8 @@ class SimulatedCluster:
         )
         used = sum(one.used for one in self._workers.values())
         computed = sum(one.computed_at(self.events.now) for one in self._devices.values())
-        return ClusterSample(self.events.now, computed, *self._passes, blocks, used - blocks)
+        own, stand_ins = self._passes
+        return ClusterSample(self.events.now, computed, own, stand_ins, blocks, used - blocks)
 
     def _sweep(self) -> None:
         """Drops copies of those requests whose rows are in no move: only the last place that they were at is
