@@ -13,6 +13,7 @@ from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.results import Bar
 from coserve_benchmarks.simulation.papers import blockllm_cluster
 from coserve_benchmarks.simulation.run import BARS as SIMULATED
+from coserve_benchmarks.simulation.run import OF_SEEDS
 
 _MODELLED: Final = "modelled."
 _SIMULATED: Final = "cluster."  # what the simulator's check calls these rows
@@ -51,6 +52,6 @@ def _model(bench: Bench) -> None:
     """The rows of the simulator's cluster, by its own names, and the series of its figures."""
     found = blockllm_cluster.run(bool(bench.results.header["quick"]), lambda _: None)
     for name, row in found.rows.items():
-        bench.results.row(f"{_MODELLED}{name.removeprefix(_SIMULATED)}", row.value, row.interval, row.note)
+        bench.results.row(f"{_MODELLED}{name.removeprefix(_SIMULATED)}", row.value, row.interval, row.note, OF_SEEDS)
     for name, values in found.series.items():
         bench.results.series(name, values)

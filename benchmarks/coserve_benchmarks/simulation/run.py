@@ -63,7 +63,7 @@ BARS: Final[dict[str, Bar | None]] = {
 # Llama-3.1-8B on an H100, 1,024 tokens in and 512 out: (sequences at once, ms a token), by the measured
 # kernel tables of aiconfigurator-core 0.12 (Apache-2.0).
 PUBLISHED: Final = ((8, 7.42), (32, 9.88), (128, 19.3))
-_OF_SEEDS: Final = "95 % interval of the mean over seeds"
+OF_SEEDS: Final = "95 % interval of the mean over seeds"
 _A_DAY: Final = 10_000_000  # requests
 _FLEET: Final = 1000  # engines
 _ADAPTERS: Final = 1_000_000
@@ -161,7 +161,7 @@ class _SimulationRows:
         for key, (value, unit) in found.figures.items():
             self._results.figure(key, value, unit)
         for key, row in found.rows.items():
-            self._results.row(key, row.value, row.interval, row.note, _OF_SEEDS)
+            self._results.row(key, row.value, row.interval, row.note, OF_SEEDS)
 
 
 def _say(text: str) -> None:
