@@ -52,6 +52,8 @@ def _model(bench: Bench) -> None:
     """The rows of the simulator's cluster, by its own names, and the series of its figures."""
     found = blockllm_cluster.run(bool(bench.results.header["quick"]), lambda _: None)
     for name, row in found.rows.items():
-        bench.results.row(f"{_MODELLED}{name.removeprefix(_SIMULATED)}", row.value, row.interval, row.note, OF_SEEDS)
+        bench.results.row(
+            f"{_MODELLED}{name.removeprefix(_SIMULATED)}", row.value, row.interval, row.note, OF_SEEDS
+        )
     for name, values in found.series.items():
         bench.results.series(name, values)
