@@ -95,14 +95,14 @@ def locked(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[
     made.end()
 
 
-def train(url: str, epochs: int = 2, suffix: str = "sums") -> str:
+def train(url: str, epochs: int = 2, suffix: str = "sums", model: str = "coserve-tiny") -> str:
     """Has a job train on sums; its id."""
     with httpx2.Client(base_url=url, timeout=120) as http:
         lines = "\n".join(map(json.dumps, SUMS)).encode()
         files = {"file": ("sums.jsonl", lines)}
         sent = http.post("/v1/files", data={"purpose": "fine-tune"}, files=files).json()
         asked = {
-            "model": http.get("/v1/models").json()["data"][0]["id"],
+            "model": model,
             "training_file": sent["id"],
             "suffix": suffix,
             "hyperparameters": {"n_epochs": epochs, "batch_size": 4},
