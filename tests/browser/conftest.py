@@ -115,6 +115,13 @@ def chat(url: str, tokens: int = 20, model: str = "coserve-tiny") -> None:
     httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=120).raise_for_status()
 
 
+def look_at(page: Any, name: str) -> None:
+    """Takes a picture of the whole page, where `PAGE_LOOKS` names a folder: for a person who looks at all."""
+    if folder := os.environ.get("PAGE_LOOKS"):
+        page.wait_for_timeout(500)
+        page.screenshot(path=f"{folder}/{name}.png", full_page=True)
+
+
 def picture_of(page: Any, name: str) -> None:
     """Takes a picture for the docs, where `PAGE_PICTURES` names their folder: small enough to be kept."""
     if folder := os.environ.get("PAGE_PICTURES"):

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 import coserve
-from conftest import PHONE, chat, picture_of, train
+from conftest import PHONE, chat, look_at, picture_of, train
 from coserve.serve.store.store import Store
 from coserve.serve.web.files import page_files
 from whole_server import Server
@@ -40,12 +40,13 @@ def keys_of(server: Server, change: Any) -> Any:
 
 @pytest.mark.parametrize("scheme", ("light", "dark"))
 def test_each_view_is_accessible_and_fits(see: Any, server: Server, scheme: str) -> None:
-    for size in ({}, {"viewport": PHONE}):
+    for name, size in (("wide", {}), ("phone", {"viewport": PHONE})):
         seen = see(server.url, color_scheme=scheme, **size)
         for view in VIEWS:
             page = seen.open(view)
             page.wait_for_selector(".panel")
             page.wait_for_function("!document.querySelector('[aria-busy=true]')")
+            look_at(page, f"{view}-{scheme}-{name}")
             accessible(page)
             assert not seen.overflows(), (view, size)
 

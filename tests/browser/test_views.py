@@ -16,7 +16,7 @@ import httpx2
 import pytest
 from sqlalchemy import insert
 
-from conftest import PHONE, SUMS, picture_of, train
+from conftest import PHONE, SUMS, look_at, picture_of, train
 from coserve.core.job_status import JobStatus
 from coserve.serve.store.records import JobRecord
 from coserve.serve.store.store import Store
@@ -134,6 +134,7 @@ def test_from_the_first_page_to_a_chat_with_an_adapter_of_ones_own_in_five_actio
     assert f"version adapter-{job.removeprefix('ftjob-')}" in answer.inner_text()
     assert answer.locator("p").inner_text().strip().isdecimal(), answer.inner_text()  # the base would chat
     assert len(actions) <= 5, actions
+    picture_of(page, "playground")
 
 
 def test_bad_lines_are_told_before_anything_is_sent(see: Any, busy: Server, tmp_path: Path) -> None:
@@ -308,7 +309,6 @@ def test_the_playground(see: Any, busy: Server) -> None:
     assert said.lstrip().startswith("{") and "<img" in page.locator(".user").inner_text()
     page.locator(".scored span").first.hover()
     page.wait_for_selector(".likely:has-text('%')")
-    picture_of(page, "playground")
     accessible(page)
     assert not seen.overflows() and "taken" not in page.title()
     page.reload()
@@ -470,7 +470,6 @@ def test_adapters_come_in_and_go_out(see: Any, busy: Server, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("scheme", ("light", "dark"))
 def test_the_views_are_accessible_and_fit(see: Any, busy: Server, sums: Path, scheme: str) -> None:
-    looks = os.environ.get("PAGE_LOOKS")  # a folder for pictures of all of them
     for name, size in (("wide", {}), ("phone", {"viewport": PHONE})):
         seen = see(busy.url, color_scheme=scheme, **size)
         page = seen.page
@@ -489,9 +488,7 @@ def test_the_views_are_accessible_and_fit(see: Any, busy: Server, sums: Path, sc
                 page.wait_for_selector(".tokens mark")
                 page.get_by_text("More settings").click()
                 page.get_by_text("The whole request as JSON").click()
-            if looks:
-                page.wait_for_timeout(500)
-                page.screenshot(path=f"{looks}/{view}-{scheme}-{name}.png", full_page=True)
+            look_at(page, f"{view}-{scheme}-{name}")
             accessible(page)
             assert not seen.overflows(), (view, name)
 
