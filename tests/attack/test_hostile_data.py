@@ -5,7 +5,6 @@ import io
 import os
 import random
 import resource
-import time
 import tracemalloc
 from importlib.util import find_spec
 from pathlib import Path

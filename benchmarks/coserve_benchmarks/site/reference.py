@@ -51,11 +51,15 @@ API: Final[Mapping[str, Sequence[str]]] = {
         "coserve.engine.training_client.TrainingClient",
         "coserve.engine.training_client.Operation",
     ),
-    "Settings of adapter methods": tuple(sorted({
-        f"{method.config.__module__}.{method.config.__qualname__}"
-        for method in methods().values()
-        if method.config is not LoRAConfig
-    })),
+    "Settings of adapter methods": tuple(
+        sorted(
+            {
+                f"{method.config.__module__}.{method.config.__qualname__}"
+                for method in methods().values()
+                if method.config is not LoRAConfig
+            }
+        )
+    ),
     "Split execution": (
         "coserve.split.attach.attach",
         "coserve.split.tls.ClientTls",

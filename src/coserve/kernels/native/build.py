@@ -120,7 +120,9 @@ def library(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
         found = _loaded(compiler, dtype)
     except (OSError, subprocess.SubprocessError) as error:
         why = _reason(compiler, error)
-        _log.warning("there are no compiled kernels for %s, and torch computes in their place: %s", dtype, why)
+        _log.warning(
+            "there are no compiled kernels for %s, and torch computes in their place: %s", dtype, why
+        )
         with suppress(OSError):
             noted.write_text(why)
         return None
@@ -160,7 +162,8 @@ def _reason(compiler: str, error: Exception) -> str:
         return f"{compiler} took longer than {error.timeout:g} s, as on a machine that is very busy"
     if isinstance(error, subprocess.CalledProcessError):
         told = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
-        return f"{compiler} ended with status {error.returncode}: {told[0][:300] if told else 'it says no reason'}"
+        why = told[0][:300] if told else "it says no reason"
+        return f"{compiler} ended with status {error.returncode}: {why}"
     return str(error)
 
 

@@ -53,8 +53,8 @@ def unpack(archive: IO[bytes], folder: Path, most: int) -> None:
     """Writes the two files of the adapter in an archive into a folder; the weights may have `most` bytes.
 
     Raises AdapterError for anything but a zip file with one adapter, alone or in a folder, and for one that
-    has too many files, links, encrypted files, or paths that lead out of it, or that unpacks to far more bytes
-    than it has.
+    has too many files, links, encrypted files, or paths that lead out of it, or that unpacks to far more
+    bytes than it has.
     """
     reader = _BoundedReader(archive, _MOST_DIRECTORY)
     size = archive.seek(0, os.SEEK_END)
@@ -103,9 +103,7 @@ def _parts(members: list[zipfile.ZipInfo]) -> tuple[zipfile.ZipInfo, zipfile.Zip
     return config, weights
 
 
-def _write(
-    opened: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, most: int, by_ratio: int
-) -> None:
+def _write(opened: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, most: int, by_ratio: int) -> None:
     """Unpacks one file of at most `most` bytes, and of no more than its archive's size allows. Its checksum
     is compared at its end."""
     left = min(most, by_ratio)

@@ -1,8 +1,8 @@
 """The findings of `coserve doctor` on the server's machine, for the page.
 
 The command imports torch and reads from disks, so it runs in a process of its own, with a low priority
-and one at a time, and what it found is told for some minutes, a failure for half of one. Its paths are not for
-whoever has a key.
+and one at a time, and what it found is told for some minutes, a failure for half of one. Its paths are not
+for whoever has a key.
 """
 
 import asyncio
