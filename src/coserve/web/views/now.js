@@ -62,7 +62,7 @@ export default function Now() {
     <${Together} x=${x} column=${column} own=${seen.own} names=${names} />
     <div class="grid">
       <${Panel} title="Tokens per second"><${Chart} label="Tokens per second: answered, of prompts, trained" sync="now" height=${180} x=${x} series=${[
-        { name: "answered", values: column("answered"), color: 1, fill: true }, { name: "of prompts", values: column("prompt"), color: 3 }, { name: "trained", values: column("trained"), color: 2, scale: "trained", fill: true }]} /><//>
+        { name: "answered", values: column("answered"), color: 1, fill: true }, { name: "prompts", values: column("prompt"), color: 3 }, { name: "trained", values: column("trained"), color: 2, scale: "trained", fill: true }]} /><//>
       <${Panel} title="Slack used by training"><${Chart} label="Share of answers' time that training took, and slowdown" sync="now" height=${180} x=${x} series=${[
         { name: "of answers' time", values: column("deferred", 100), color: 2, fill: true, format: (n) => `${digits(n)} %` }]} /><//>
       <${Panel} title="Requests"><${Chart} label="Requests that run and that wait" sync="now" height=${180} x=${x} series=${[
