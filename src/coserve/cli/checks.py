@@ -139,7 +139,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _kernels() -> Iterator[Check]:
-    """Whether products on a processor are computed by kernels in C. Compiles none."""
+    """Tells whether this machine has compiled kernels for its processor. Compiles none."""
     if find_spec("torch") is None:
         return
     from coserve.kernels.native.build import find_problem

@@ -139,8 +139,8 @@ def in_pattern(text: str) -> str:
 
 
 def parse_error(text: str) -> str:
-    """What llguidance says of a bad grammar, in one line: its first one, and the reason that a parser of
-    patterns gives below a drawing of the place; empty for a good grammar."""
+    """The message of llguidance for a bad grammar as one line: its first line, and the reason that a parser
+    of patterns gives below a drawing of the place; empty for a good grammar."""
     first, *further = text.strip().split("\n")
     reasons = [line.removeprefix("error: ") for line in further if line.startswith("error: ")]
     return f"{first} {reasons[0]}" if first.endswith(":") and reasons else first
