@@ -46,7 +46,7 @@ const APART = [1, 2, 5, 10, 15, 30, ...[1, 2, 5, 10, 15, 30].map((n) => n * 60),
 const day = (unix) => new Date(unix * 1000).toLocaleDateString(undefined, { month: "short", day: "numeric", timeZone: "UTC" });
 
 export const percent = (share) => `${digits(100 * share)} %`;
-export const when = (unix) => (unix ? new Date(unix * 1000).toLocaleString() : "–");
+export const when = (unix) => (unix ? new Date(unix * 1000).toLocaleString(undefined, { dateStyle: "short", timeStyle: "medium" }) : "–");
 
 // A name that somebody chose: isolated from the direction of the text around it, and never longer than a line.
 export function Name({ text, most = 80 }) {

@@ -235,5 +235,5 @@ function Compare({ ids }) {
   return html`<p><a href="#/jobs">All jobs</a></p><${Notice} error=${error} />
     <${Panel} title="Loss by step">${x.length ? html`<${Chart} label="Loss of ${found.length} jobs by step" time=${false} height=${300} x=${x} series=${series} />` : html`<${Empty}>None of them has made a step.<//>`}<//>
     <${Panel} title="What differs"><${Table} label="What differs" rows=${rows} empty="" columns=${[{ head: "Setting", cell: (row) => html`<code>${row.id}</code>` },
-      ...found.map(({ job }, at) => ({ head: html`<a href=${jobLink(job.id)}><${Name} text=${label(job)} most=${24} /></a>`, cell: (row) => html`<${Name} text=${row.cells[at]} />` }))]} /><//>`;
+      ...found.map(({ job }, at) => ({ head: html`<a href=${jobLink(job.id)}><${Name} text=${label(job)} most=${24} /></a>`, wide: true, cell: (row) => html`<${Name} text=${row.cells[at]} />` }))]} /><//>`;
 }
