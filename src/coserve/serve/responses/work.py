@@ -87,11 +87,11 @@ class ResponseWork:
 
 
 async def end_in_background(state: State, row: ResponseRecord, writer: ResponseWriter) -> None:
-    """Stores the end of a response that was made in the background, and tells the operator's webhooks of it
-    once. Raises LeaseLost."""
+    """Stores the end of a response that was made in the background, and then tells the operator's webhooks.
+    Raises LeaseLost."""
     row, made = await state.bodies.run(row.tenant, _ended, row, writer)
-    if await state.store.responses.end(row, made):
-        state.alert(f"response.{row.status}", id=row.id)
+    await state.store.responses.end(row, made)
+    state.alert(f"response.{row.status}", id=row.id)
 
 
 def _ended(row: ResponseRecord, writer: ResponseWriter) -> tuple[ResponseRecord, list[ItemRecord]]:
