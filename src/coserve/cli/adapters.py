@@ -131,17 +131,23 @@ def convert(
 def export(
     context: typer.Context,
     name: AdapterName,
-    to: Annotated[Path, typer.Argument(help="Folder to write; it must not exist, or be empty.")],
+    to: Annotated[
+        Path, typer.Argument(help="Folder to write, which must not exist or be empty; or a new .zip file.")
+    ],
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Downloads an adapter or a checkpoint in PEFT's format."""
+    """Downloads an adapter or a checkpoint in PEFT's format, into a folder or a zip file."""
+    from coserve.cli.client import in_path
     from coserve.cli.output import print_json
 
     _check_empty(to)
     with connect(context, url, api_key) as client:
-        size = _download(client, name, to)
+        if to.suffix.lower() == ".zip":
+            size = client.download(f"/v1/adapters/{in_path(name)}/archive", to)
+        else:
+            size = _download(client, name, to)
     if as_json:
         return print_json({"id": name, "path": str(to), "bytes": size})
     print(f"{name}: {size / 1e6:.1f} MB in {to}")

@@ -122,7 +122,13 @@ def test_export_writes_both_files(run: Run, stub: Stub, tmp_path: Path) -> None:
         f"GET /v1/models/{name}": {"id": name},
         f"GET /v1/adapters/{name}/config": '{"r": 4}',
         f"GET /v1/adapters/{name}/weights": b"\x00weights",
+        f"GET /v1/adapters/{name}/archive": b"packed",
     }
+    to = tmp_path / "out.zip"
+    assert json.loads(run("adapters", "export", name, str(to), "--json").stdout)["bytes"] == 6
+    assert to.read_bytes() == b"packed"
+    with pytest.raises(ConfigError, match="is there already"):
+        run("adapters", "export", name, str(to))
     to = tmp_path / "out"
     assert json.loads(run("adapters", "export", name, str(to), "--json").stdout)["bytes"] == 16
     assert {file.name: file.read_bytes() for file in to.iterdir()} == {
