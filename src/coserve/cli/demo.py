@@ -67,7 +67,5 @@ def demo(
     if report.stopped:
         raise typer.Exit(INTERRUPTED)
     if not quiet:
-        print(
-            "\nNext: `coserve serve` (in a checkout `.venv/bin/coserve serve`), and http://127.0.0.1:8000 in a"
-        )
-        print("browser, where you chat with the model and train an adapter on a file of your own.")
+        print("\nNext: `coserve serve` (in a checkout `.venv/bin/coserve serve`), and http://127.0.0.1:8000")
+        print("in a browser, where you chat with the model and train an adapter on a file of your own.")
