@@ -16,7 +16,7 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-PATIENCE = 60_000  # milliseconds; only a fault takes so long
+PATIENCE = 180_000  # milliseconds; only a fault takes so long
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 SUMS = [
     {"messages": [{"role": "user", "content": f"{a} plus {b}"}, {"role": "assistant", "content": str(a + b)}]}

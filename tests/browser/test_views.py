@@ -26,7 +26,7 @@ T = TypeVar("T")
 pytestmark = pytest.mark.browser
 HOSTILE = "<img src=x onerror=\"document.title='taken'\">\u202egnp.exe"
 MANY = 10_000
-TRAINED = 240_000  # milliseconds in which a job ends, also on a machine that is busy
+TRAINED = 600_000  # milliseconds in which a job ends, also on a machine that is busy
 JOBS = "/v1/fine_tuning/jobs"
 BOTH_ANSWERED = (
     "[...document.querySelectorAll('.answer')].filter(one => one.innerText.includes(' tokens')).length == 2"
@@ -89,7 +89,7 @@ def cancel(url: str, *ids: str) -> None:
         httpx2.post(f"{url}{JOBS}/{id}/cancel", timeout=60)
 
 
-def wait_for(holds: Callable[[], object], seconds: float = 180) -> None:
+def wait_for(holds: Callable[[], object], seconds: float = TRAINED / 1000) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
