@@ -226,6 +226,9 @@ def test_json_schemas_become_grammars(play: Play) -> None:
         with pytest.raises(openai.BadRequestError, match="Invalid schema") as refused:
             await create(model="tiny", messages=HELLO, response_format=named)
         assert refused.value.param == "response_format"
+        named["json_schema"]["schema"] = {"type": "string", "pattern": "(a"}
+        with pytest.raises(openai.BadRequestError, match=r"regex parse error: .*unclosed group"):
+            await create(model="tiny", messages=HELLO, response_format=named)
         named["json_schema"]["schema"] = {"enum": ["x" * 100_000]}
         with pytest.raises(openai.BadRequestError, match="at most 65536"):
             await create(model="tiny", messages=HELLO, response_format=named)

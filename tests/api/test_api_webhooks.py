@@ -187,7 +187,7 @@ def test_only_addresses_of_the_internet_are_public() -> None:
     assert all(map(is_public, public))
 
 
-def test_the_operator_is_told_of_batches_and_runs_of_evals(
+def test_the_operator_is_told_of_batches_responses_and_runs_of_evals(
     play: Play, receiver: Receiver, tmp_path: Path
 ) -> None:
     async def story(world: World) -> None:
@@ -221,7 +221,16 @@ def test_the_operator_is_told_of_batches_and_runs_of_evals(
         await client.files.delete(file.id)
         await client.evals.runs.cancel(run.id, eval_id=made.id)
         expected |= {("eval.run.canceled", run.id), ("eval.run.failed", after.id)}
-        await world.until(lambda: len(receiver.got) == 5)
+        behind: Any = {"model": "tiny", "input": "Hi", "max_output_tokens": 2000, "background": True}
+        cancelled = await client.responses.create(**behind)
+        await world.until(lambda: world.engine.running)
+        await client.responses.cancel(cancelled.id)
+        await client.responses.cancel(cancelled.id)  # is told of once
+        world.say("Bye.")
+        done = await client.responses.create(**behind)
+        await client.responses.create(**{**behind, "background": False})  # whose client has its end
+        expected |= {("response.cancelled", cancelled.id), ("response.completed", done.id)}
+        await world.until(lambda: len(receiver.got) == 7)
         told = [(one["type"], one["data"]["id"]) for one in receiver.bodies()]  # type: ignore[index]
         assert sorted(told) == sorted(expected)
 

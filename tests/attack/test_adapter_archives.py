@@ -1,20 +1,26 @@
 """Zip files of adapters: those that lead out of themselves, are too large, link, or are damaged."""
 
+import asyncio
 import io
 import json
 import random
 import stat
 import struct
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coserve.adapters.folder import CONFIG, WEIGHTS
 from coserve.errors import AdapterError
+from coserve.serve.adapter_registry import archives
 from coserve.serve.adapter_registry.archives import MOST_FILES, packed, unpack
+from coserve.serve.routes import transfers
 from serving import Play, World
+from training import upload
 
 MOST = 100_000
 FILES = {CONFIG: b'{"peft_type": "LORA", "r": 4}', WEIGHTS: struct.pack("<Q", 8) + b"{}      "}
@@ -143,3 +149,43 @@ def test_an_adapter_comes_in_and_goes_out_as_one_file(play: Play) -> None:
         assert sorted(folder.iterdir()) == before
 
     play(story)
+
+
+def test_bombs_of_several_tenants_hold_up_nobody_else(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tenant has one unpacked at a time, on threads that nothing else needs, up to a bound."""
+    monkeypatch.setattr(archives, "_ALWAYS", 2**16)
+    goes_on, begun = threading.Event(), list[bytes]()
+
+    def held(*given: Any) -> None:
+        begun.append(b"")
+        goes_on.wait(60)
+        unpack(*given)
+
+    monkeypatch.setattr(transfers, "unpack", held)
+
+    async def story(world: World) -> None:
+        create = world.state.store.tenants.create_key
+        *bombers, other = [(await create(f"tenant-{number}"))[1] for number in range(6)]
+        folder = world.state.store.folder / "adapters"
+        before = sorted(folder.iterdir())
+        sent = {"archive": ("x.zip", archive({**FILES, WEIGHTS: bytes(2**20)}).getvalue())}
+
+        async def bomb(number: int) -> Any:
+            headers = {"authorization": f"Bearer {bombers[number % len(bombers)]}"}
+            name = {"name": f"bomb-{number}"}
+            return await world.http.post("/v1/adapters", data=name, files=sent, headers=headers)
+
+        bombs = asyncio.gather(*(bomb(number) for number in range(40)))  # more than asyncio has threads
+        await world.until(lambda: len(begun) == 4)
+        await upload(world, other, examples=3)
+        assert len(begun) == 4 and not bombs.done()
+        goes_on.set()
+        for refused in await bombs:
+            assert refused.status_code == 400, refused.text
+            assert "more than 100 times the archive's bytes" in refused.json()["error"]["message"]
+        assert sorted(folder.iterdir()) == before
+
+    try:
+        play(story)
+    finally:
+        goes_on.set()

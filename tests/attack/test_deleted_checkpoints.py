@@ -151,8 +151,7 @@ def test_deleting_waits_for_no_run_that_waits_for_memory(play: Play) -> None:
         waiting = await caller.post("load_weights", body)
         spares = world.state.store.folder / "tinker"
         await world.until(lambda: list(spares.glob(".spare-*/taken-1")))
-        began = time.monotonic()
-        assert await delete(world, state) == 204 and time.monotonic() - began < 2
+        assert await delete(world, state) == 204  # 400 where it waits for the run, which goes on
         world.engine.deaf_to = ()
         await restart(world)
         assert "model_id" in await caller.result(waiting)

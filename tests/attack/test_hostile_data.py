@@ -5,7 +5,6 @@ import io
 import os
 import random
 import resource
-import time
 import tracemalloc
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,11 +120,11 @@ def test_files_of_one_tenant_harm_no_other(play: Play) -> None:
         bad = [(f"a{suffix}", make(draws)) for suffix, make in MAKERS.items() for _ in range(5)]
         bad += [("bomb.jsonl.gz", bomb(40))] * 3
         attack = asyncio.gather(*(send(world, keys["attacker"], name, data) for name, data in bad))
-        mine = []
+        mine, meanwhile = [], 0
         while not attack.done() or len(mine) < 3:
-            start = time.monotonic()
             mine.append(await upload(world, keys["other"], examples=3))
-            assert time.monotonic() - start < 20
+            meanwhile += not attack.done()
+        assert meanwhile  # it waits for one file of the attacker's at most, and not for all
         for answer in await attack:
             if isinstance(answer, openai.BadRequestError):
                 assert answer.code in ("invalid_file", None) and len(str(answer.message)) < LONGEST + 300

@@ -16,7 +16,7 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-PATIENCE = 60_000  # milliseconds; only a fault takes so long
+PATIENCE = 180_000  # milliseconds; only a fault takes so long
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 SUMS = [
     {"messages": [{"role": "user", "content": f"{a} plus {b}"}, {"role": "assistant", "content": str(a + b)}]}
@@ -95,14 +95,14 @@ def locked(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[
     made.end()
 
 
-def train(url: str, epochs: int = 2, suffix: str = "sums") -> str:
+def train(url: str, epochs: int = 2, suffix: str = "sums", model: str = "coserve-tiny") -> str:
     """Has a job train on sums; its id."""
     with httpx2.Client(base_url=url, timeout=120) as http:
         lines = "\n".join(map(json.dumps, SUMS)).encode()
         files = {"file": ("sums.jsonl", lines)}
         sent = http.post("/v1/files", data={"purpose": "fine-tune"}, files=files).json()
         asked = {
-            "model": http.get("/v1/models").json()["data"][0]["id"],
+            "model": model,
             "training_file": sent["id"],
             "suffix": suffix,
             "hyperparameters": {"n_epochs": epochs, "batch_size": 4},
@@ -113,6 +113,13 @@ def train(url: str, epochs: int = 2, suffix: str = "sums") -> str:
 def chat(url: str, tokens: int = 20, model: str = "coserve-tiny") -> None:
     body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": tokens}
     httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=120).raise_for_status()
+
+
+def look_at(page: Any, name: str) -> None:
+    """Takes a picture of the whole page, where `PAGE_LOOKS` names a folder: for a person who looks at all."""
+    if folder := os.environ.get("PAGE_LOOKS"):
+        page.wait_for_timeout(500)
+        page.screenshot(path=f"{folder}/{name}.png", full_page=True)
 
 
 def picture_of(page: Any, name: str) -> None:

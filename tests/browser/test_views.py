@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ import httpx2
 import pytest
 from sqlalchemy import insert
 
-from conftest import PHONE, SUMS, picture_of, train
+from conftest import PHONE, SUMS, look_at, picture_of, train
 from coserve.core.job_status import JobStatus
 from coserve.serve.store.records import JobRecord
 from coserve.serve.store.store import Store
@@ -26,7 +26,7 @@ T = TypeVar("T")
 pytestmark = pytest.mark.browser
 HOSTILE = "<img src=x onerror=\"document.title='taken'\">\u202egnp.exe"
 MANY = 10_000
-TRAINED = 240_000  # milliseconds in which a job ends, also on a machine that is busy
+TRAINED = 600_000  # milliseconds in which a job ends, also on a machine that is busy
 JOBS = "/v1/fine_tuning/jobs"
 BOTH_ANSWERED = (
     "[...document.querySelectorAll('.answer')].filter(one => one.innerText.includes(' tokens')).length == 2"
@@ -89,7 +89,7 @@ def cancel(url: str, *ids: str) -> None:
         httpx2.post(f"{url}{JOBS}/{id}/cancel", timeout=60)
 
 
-def wait_for(holds: Callable[[], object], seconds: float = 180) -> None:
+def wait_for(holds: Callable[[], object], seconds: float = TRAINED / 1000) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
@@ -134,6 +134,7 @@ def test_from_the_first_page_to_a_chat_with_an_adapter_of_ones_own_in_five_actio
     assert f"version adapter-{job.removeprefix('ftjob-')}" in answer.inner_text()
     assert answer.locator("p").inner_text().strip().isdecimal(), answer.inner_text()  # the base would chat
     assert len(actions) <= 5, actions
+    picture_of(page, "playground")
 
 
 def test_bad_lines_are_told_before_anything_is_sent(see: Any, busy: Server, tmp_path: Path) -> None:
@@ -199,6 +200,44 @@ def test_a_draft_and_a_job_outlive_reloads_and_a_killed_engine(see: Any, busy: S
     assert before < done["progress"]["step"] < done["progress"]["total_steps"] and done["fine_tuned_model"]
     page.goto(f"{busy.url}/#/jobs")
     page.wait_for_selector(".drop")  # the draft is gone once it is a job
+
+
+def test_a_job_is_followed_by_its_figures_and_curves(
+    see: Any, busy: Server, sums: Path, tmp_path: Path
+) -> None:
+    """Without a reload: each figure has a value while the job trains, and those that move do."""
+    held_out = tmp_path / "held out.jsonl"
+    held_out.write_text("".join(f"{json.dumps(one)}\n" for one in SUMS[::20]))
+    seen = see(busy.url)
+    page = seen.open("jobs")
+    page.wait_for_selector(".drop")
+    drop(page, sums)
+    page.get_by_label("Validation file").set_input_files([held_out])
+    page.wait_for_selector("small:has-text('held out.jsonl')")
+    page.get_by_label("Epochs").fill("40")
+    page.wait_for_selector("button:has-text('Start training'):not([disabled])")
+    page.get_by_role("button", name="Start training").click()
+    id = shown_job(page)
+    page.evaluate("document.body.dataset.loaded = 'once'")
+    figures = ("Step", "Loss", "Validation loss", "Learning rate", "Speed", "Time left")
+
+    def shown() -> dict[str, str]:
+        page.wait_for_timeout(100)
+        strong = (page.locator(".figure", has=page.get_by_text(name, exact=True)) for name in figures)
+        return {name: one.locator("strong").inner_text() for name, one in zip(figures, strong, strict=True)}
+
+    wait_for(lambda: not [value for value in shown().values() if "–" in value])
+    first = shown()
+    assert "tok/s" in first["Speed"]
+    wait_for(lambda: all(shown()[name] != first[name] for name in ("Step", "Loss", "Learning rate")))
+    legend = page.locator("section", has_text="Loss by step").locator("figcaption").inner_text()
+    assert all(name in legend for name in ("training", "validation", "learning rate")) and "–" not in legend
+    assert page.evaluate("document.body.dataset.loaded") == "once"
+    accessible(page)
+    page.set_viewport_size(PHONE)
+    assert not seen.overflows()
+    cancel(busy.url, id)
+    page.wait_for_selector(".badge:has-text('cancelled')")
 
 
 def test_jobs_are_cloned_compared_and_put_in_order(see: Any, busy: Server) -> None:
@@ -270,7 +309,6 @@ def test_the_playground(see: Any, busy: Server) -> None:
     assert said.lstrip().startswith("{") and "<img" in page.locator(".user").inner_text()
     page.locator(".scored span").first.hover()
     page.wait_for_selector(".likely:has-text('%')")
-    picture_of(page, "playground")
     accessible(page)
     assert not seen.overflows() and "taken" not in page.title()
     page.reload()
@@ -288,23 +326,66 @@ def test_the_playground(see: Any, busy: Server) -> None:
     page.wait_for_selector(".notice.error")  # no function has such a name, as the server says
     page.get_by_role("button", name="New chat").click()
     page.get_by_label("Tools (JSON)").fill("")
-    page.get_by_role("button", name="Copy as").click()
+    check_copies(page, ("curl", "OpenAI", "Anthropic", "Tinker"))
+
+
+def check_copies(page: Any, kinds: Sequence[str]) -> None:
+    """Runs the next request as each of these programs."""
+    page.get_by_role("button", name="Copy as").first.click()
     env = {**os.environ, "COSERVE_API_KEY": "any"}
-    for kind, package in (
-        ("curl", ""),
-        ("OpenAI", "openai"),
-        ("Anthropic", "anthropic"),
-        ("Tinker", "tinker"),
-    ):
+    for kind in kinds:
         page.locator("dialog").get_by_role("button", name=kind, exact=True).click()
-        program = page.locator("dialog pre").inner_text()
-        compile(program, kind, "exec") if package else None
-        if package and not has_package(package):
-            continue
-        command = [sys.executable, "-c", program] if package else ["bash", "-c", program]
+        program, package = page.locator("dialog pre").inner_text(), kind.lower()
+        if kind != "curl":
+            compile(program, kind, "exec")
+            if not has_package(package):
+                continue
+        command = ["bash" if kind == "curl" else sys.executable, "-c", program]
         ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
         assert ran.returncode == 0 and ran.stdout, (kind, program, ran.stdout, ran.stderr)
     page.keyboard.press("Escape")
+
+
+def test_results_of_tools_are_given_in_their_place(see: Any, busy: Server) -> None:
+    seen = see(busy.url)
+    page = seen.open("playground")
+    page.wait_for_selector(".column")
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+    def calls(route: Any) -> None:  # the model calls; what comes after is the server's own
+        named = {"name": "weather", "arguments": '{"city": '}
+        deltas = [
+            {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": named}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": '"Rome"}'}}]},
+        ]
+        chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+        text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+        route.fulfill(content_type="text/event-stream", body=text)
+
+    page.route("**/v1/chat/completions", calls, times=1)
+    page.get_by_text("Settings, system prompt, tools").click()
+    page.get_by_label("Most tokens").fill("8")
+    page.get_by_label("Tools (JSON)").fill(json.dumps([tool]))
+    page.get_by_label("Message").fill("Is it warm in Rome?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector('pre:has-text(\'weather({"city": "Rome"})\')')
+    page.get_by_label("Result of weather").fill(HOSTILE)
+    accessible(page)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="Send results").click()
+    said, called, result = asked.value.post_data_json["messages"]
+    assert said["role"] == "user" and called["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
+    assert result == {"role": "tool", "tool_call_id": "call_1", "content": HOSTILE}
+    page.wait_for_selector(".answer >> nth=1")
+    page.wait_for_selector(".answer:has-text(' tokens')")
+    assert "taken" not in page.title() and not page.locator("main img").count() and not seen.overflows()
+    page.get_by_label("Message").fill("And tomorrow?")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.keyboard.press("Enter")
+    roles = [one["role"] for one in asked.value.post_data_json["messages"]]
+    assert roles[:3] == ["user", "assistant", "tool"] and roles[-1] == "user"
+    page.wait_for_selector(".answer:has-text(' tokens') >> nth=1")
+    check_copies(page, ("curl", "OpenAI", "Anthropic"))
 
 
 def has_package(name: str) -> bool:
@@ -337,6 +418,12 @@ def test_adapters_come_in_and_go_out(see: Any, busy: Server, tmp_path: Path) -> 
     seen = see(busy.url)
     page = seen.open("adapters")
     row = page.locator("tr", has_text="parent")
+    row.wait_for()
+    assert all(part in row.inner_text() for part in ("KB", "nobody now", "its job"))
+    child = train(busy.url, epochs=60, suffix="child", model=name)
+    row.get_by_text(f"job {child[-6:]}").wait_for()  # which began with it, and trains
+    cancel(busy.url, child)
+    row.get_by_text("nobody now").wait_for()
     row.get_by_role("button", name="Export").click()
     files = []
     for file in ("adapter_config.json", "adapter_model.safetensors"):
@@ -383,7 +470,6 @@ def test_adapters_come_in_and_go_out(see: Any, busy: Server, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("scheme", ("light", "dark"))
 def test_the_views_are_accessible_and_fit(see: Any, busy: Server, sums: Path, scheme: str) -> None:
-    looks = os.environ.get("PAGE_LOOKS")  # a folder for pictures of all of them
     for name, size in (("wide", {}), ("phone", {"viewport": PHONE})):
         seen = see(busy.url, color_scheme=scheme, **size)
         page = seen.page
@@ -402,9 +488,7 @@ def test_the_views_are_accessible_and_fit(see: Any, busy: Server, sums: Path, sc
                 page.wait_for_selector(".tokens mark")
                 page.get_by_text("More settings").click()
                 page.get_by_text("The whole request as JSON").click()
-            if looks:
-                page.wait_for_timeout(500)
-                page.screenshot(path=f"{looks}/{view}-{scheme}-{name}.png", full_page=True)
+            look_at(page, f"{view}-{scheme}-{name}")
             accessible(page)
             assert not seen.overflows(), (view, name)
 

@@ -1,7 +1,7 @@
 """Pages of reference that are made from the code: commands, settings, metrics, endpoints, the Python API."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +12,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from typer.core import TyperOption
 from typer.main import get_command
 
+from coserve.adapters.methods import methods
+from coserve.adapters.methods.lora import LoRAConfig
 from coserve.cli.app import app
 from coserve.config import EngineConfig
 from coserve.core.setting import Flag, Range, noted
@@ -27,20 +29,45 @@ TABLES: Final[Mapping[str, type]] = {
     "server.engine": EngineConfig,
     "server.engine.scheduler": SchedulerConfig,
 }
-# The public Python API, in the order in which a reader meets it.
-API: Final = (
-    "coserve.engine.engine.Engine",
-    "coserve.config.EngineConfig",
-    "coserve.core.request.SamplingParams",
-    "coserve.core.request.SLO",
-    "coserve.core.request.FinishReason",
-    "coserve.train.config.TrainingConfig",
-    "coserve.adapters.methods.lora.LoRAConfig",
-    "coserve.train.save_policy.SavePolicy",
-    "coserve.core.training.AdamParams",
-    "coserve.core.training.Datum",
-    "coserve.errors",
-)
+# The public Python API by what it is for, in the order in which a reader meets it.
+API: Final[Mapping[str, Sequence[str]]] = {
+    "Imported from `coserve`": (
+        "coserve.engine.engine.Engine",
+        "coserve.config.EngineConfig",
+        "coserve.core.request.SamplingParams",
+        "coserve.core.request.SLO",
+        "coserve.core.request.FinishReason",
+        "coserve.train.config.TrainingConfig",
+        "coserve.adapters.methods.lora.LoRAConfig",
+        "coserve.train.save_policy.SavePolicy",
+        "coserve.core.training.AdamParams",
+        "coserve.core.training.Datum",
+    ),
+    "What an engine's methods return": (
+        "coserve.engine.completion.Completion",
+        "coserve.engine.completion.Delta",
+        "coserve.engine.finetuning.FineTuning",
+        "coserve.engine.adapters.EngineAdapters",
+        "coserve.engine.training_client.TrainingClient",
+        "coserve.engine.training_client.Operation",
+    ),
+    "Settings of adapter methods": tuple(
+        sorted(
+            {
+                f"{method.config.__module__}.{method.config.__qualname__}"
+                for method in methods().values()
+                if method.config is not LoRAConfig
+            }
+        )
+    ),
+    "Split execution": (
+        "coserve.split.attach.attach",
+        "coserve.split.tls.ClientTls",
+        "coserve.split.privacy.modes.Noise",
+        "coserve.split.privacy.modes.Shares",
+    ),
+    "Errors": ("coserve.errors",),
+}
 
 
 def commands() -> str:
@@ -124,9 +151,11 @@ def served() -> list[APIRoute]:
 
 def python_api() -> str:
     """Directives from which mkdocstrings makes the reference of the Python API."""
-    lines = ["# Python", "", "All names but the errors are imported from `coserve`."]
-    for name in API:
-        lines += ["", f"::: {name}"]
+    lines = ["# Python"]
+    for group, names in API.items():
+        lines += ["", f"## {group}"]
+        for name in names:
+            lines += ["", f"::: {name}"]
     return "\n".join(lines) + "\n"
 
 

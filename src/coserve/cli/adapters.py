@@ -44,8 +44,8 @@ def import_adapter(
     source: Annotated[
         str,
         typer.Argument(
-            help="A PEFT adapter's folder, a hub name (owner/name or owner/name@revision), or the URL of a "
-            "folder: https://, s3://, gs://, az://.",
+            help="A PEFT adapter's folder, a zip file of it, a hub name (owner/name or owner/name@revision), "
+            "or the URL of a folder: https://, s3://, gs://, az://.",
         ),
     ],
     name: Annotated[
@@ -65,11 +65,13 @@ def import_adapter(
 
     if not is_elsewhere(source):
         path = Path(source)
-        if not path.is_dir():
-            raise ConfigError(f"{source!r} is no folder, hub name or URL of an adapter")
+        if not path.is_dir() and not _is_archive(path):
+            raise ConfigError(f"{source!r} is no folder, zip file, hub name or URL of an adapter")
         if sha256 is not None:
             raise ConfigError("--sha256 is for adapters from elsewhere")
-        return _send(context, path, name or path.resolve().name, {}, as_json, url, api_key)
+        own = path.resolve()
+        named = name or (own.stem if _is_archive(path) else own.name)
+        return _send(context, path, named, {}, as_json, url, api_key)
     with tempfile.TemporaryDirectory(prefix="coserve-adapter-") as scratch:
         found = fetch_adapter(source, Path(scratch, "adapter"), sha256)
         came = {"source": source, "sha256": found.sha256, "revision": found.revision}
@@ -86,21 +88,27 @@ def _send(
     url: str | None,
     api_key: str | None,
 ) -> None:
-    """Sends a folder to the server; says where it `came` from."""
+    """Sends a folder, or a zip file of one, to the server; says where it `came` from."""
     from coserve.cli.output import print_json
 
-    for part in (CONFIG, WEIGHTS):
-        if not (path / part).is_file():
-            raise unreadable(path / part, f"there is no {part}; a PEFT adapter's folder is needed")
+    files = {"config": path / CONFIG, "weights": path / WEIGHTS}
+    if _is_archive(path):
+        files = {"archive": path}
+    for file in files.values():
+        if not file.is_file():
+            raise unreadable(file, f"there is no {file.name}; a PEFT adapter's folder is needed")
     with connect(context, url, api_key) as client:
-        fields = {"name": name}
-        found = client.upload("/v1/adapters", fields, {"config": path / CONFIG, "weights": path / WEIGHTS})
+        found = client.upload("/v1/adapters", {"name": name}, files)
     if as_json:
         return print_json(found | came)
     if came:
         commit = f" at {came['revision']}" if came["revision"] else ""
         print(f"fetched {came['source']}{commit}\n  weights' SHA-256 {came['sha256']}")
     print(f"imported {found['id']}\n  coserve chat --model {found['id']}")
+
+
+def _is_archive(path: Path) -> bool:
+    return path.suffix.lower() == ".zip" and path.is_file()
 
 
 @app.command()
@@ -123,17 +131,23 @@ def convert(
 def export(
     context: typer.Context,
     name: AdapterName,
-    to: Annotated[Path, typer.Argument(help="Folder to write; it must not exist, or be empty.")],
+    to: Annotated[
+        Path, typer.Argument(help="Folder to write, which must not exist or be empty; or a new .zip file.")
+    ],
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Downloads an adapter or a checkpoint in PEFT's format."""
+    """Downloads an adapter or a checkpoint in PEFT's format, into a folder or a zip file."""
+    from coserve.cli.client import in_path
     from coserve.cli.output import print_json
 
     _check_empty(to)
     with connect(context, url, api_key) as client:
-        size = _download(client, name, to)
+        if to.suffix.lower() == ".zip":
+            size = client.download(f"/v1/adapters/{in_path(name)}/archive", to)
+        else:
+            size = _download(client, name, to)
     if as_json:
         return print_json({"id": name, "path": str(to), "bytes": size})
     print(f"{name}: {size / 1e6:.1f} MB in {to}")

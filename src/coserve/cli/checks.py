@@ -64,6 +64,7 @@ def run_checks(settings: ServerSettings) -> list[Check]:
         _processor(),
         _memory(),
         *_torch(),
+        *_kernels(),
         _package("transformers", Level.BROKEN, "pip install transformers"),
         *_state_folder(settings),
         *_scratch(settings),
@@ -135,6 +136,19 @@ def _torch() -> Iterator[Check]:
         yield Check("cuda", Level.LACKING, "an NVIDIA device, not usable", "install torch's CUDA build")
     else:
         yield Check("cuda", Level.NOTE, "no device: coserve runs on the processor")
+
+
+def _kernels() -> Iterator[Check]:
+    """Tells whether this machine has compiled kernels for its processor. Compiles none."""
+    if find_spec("torch") is None:
+        return
+    from coserve.kernels.native.build import find_problem
+
+    if not (problem := find_problem()):
+        yield Check("kernels", Level.GOOD, "compiled here, at the first start")
+        return
+    advice = "torch computes in their place, and takes longer; gcc compiles them at the next start"
+    yield Check("kernels", Level.LACKING, problem, advice)
 
 
 def _package(name: str, lack: Level, advice: str) -> Check:

@@ -66,3 +66,6 @@ def demo(
                 raise ConfigError(f"{option} {file}: cannot be written ({error.strerror})") from error
     if report.stopped:
         raise typer.Exit(INTERRUPTED)
+    if not quiet:
+        print("\nNext: `coserve serve` (in a checkout `.venv/bin/coserve serve`), and http://127.0.0.1:8000")
+        print("in a browser, where you chat with the model and train an adapter on a file of your own.")

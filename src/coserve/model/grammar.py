@@ -19,6 +19,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from coserve.errors import ConfigError, RequestError
+from coserve.text.tools.lark import parse_error
 
 # Of compiled grammars that nobody holds, since clients send the same schema again and again: how many are
 # kept, and how many bytes of text these may have together, 16 MiB once they are compiled.
@@ -63,7 +64,7 @@ class Grammars:
             return found
         matcher = LLMatcher(self._view(), text, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the grammar cannot be compiled: {_first_line(matcher.get_error())}")
+            raise RequestError(f"the grammar cannot be compiled: {parse_error(matcher.get_error())}")
         with self._lock:
             found = self._compiled.setdefault(text, Grammar(text, matcher))
             self._keep(found)
@@ -127,7 +128,3 @@ class Matcher:
     def advance(self, token: int) -> None:
         """Advances by the answer's next token, which must be allowed."""
         self._matcher.consume_token(token)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

@@ -50,6 +50,7 @@ class State:
     # Checks of uploaded training data, each of which is in a process of its own.
     data: Offload = field(default_factory=lambda: Offload(8, "data"))
     graders: Offload = field(default_factory=lambda: Offload(4, "graders"))  # but those of jobs
+    adapters: Offload = field(default_factory=lambda: Offload(4, "adapters"))  # whose files are copied
     checks: TenantTurns = field(default_factory=TenantTurns)  # of jobs, by the engine
     evals_changed: asyncio.Event = field(default_factory=asyncio.Event)  # runs are there, or have ended
     began: float = field(default_factory=monotonic)  # on `time.monotonic`

@@ -46,7 +46,7 @@ const APART = [1, 2, 5, 10, 15, 30, ...[1, 2, 5, 10, 15, 30].map((n) => n * 60),
 const day = (unix) => new Date(unix * 1000).toLocaleDateString(undefined, { month: "short", day: "numeric", timeZone: "UTC" });
 
 export const percent = (share) => `${digits(100 * share)} %`;
-export const when = (unix) => (unix ? new Date(unix * 1000).toLocaleString() : "–");
+export const when = (unix) => (unix ? new Date(unix * 1000).toLocaleString(undefined, { dateStyle: "short", timeStyle: "medium" }) : "–");
 
 // A name that somebody chose: isolated from the direction of the text around it, and never longer than a line.
 export function Name({ text, most = 80 }) {
@@ -214,7 +214,7 @@ export function Chart({ label, x, series, height = 220, time = true, sync, log }
       const style = getComputedStyle(document.documentElement), of = (name) => style.getPropertyValue(name).trim();
       const axis = { stroke: of("--faint"), grid: { stroke: of("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
       plot.current = new Plot({
-        width: place.current.clientWidth, height, legend: { show: false }, padding: [8, 8, 0, 0],
+        width: place.current.clientWidth, height, legend: { show: false }, padding: [8, 14, 0, 0],
         cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false }, sync: sync ? { key: sync } : undefined },
         scales: { x: {}, ...Object.fromEntries(scales.map((name) => [name, { distr: log === name ? 3 : 1, range: log === name ? undefined : (_, least, most) => [Math.min(0, least ?? 0), most > 0 ? most * 1.08 : 1] }])) },
         axes: [{ ...axis, grid: { show: false }, size: 26, space: 64, ...(time ? { incrs: APART, values: (_, ticks, at, space, apart) => ticks.map(apart < 86400 ? clock : day) } : {}) }, ...scales.slice(0, 2).map((name, side) => ({

@@ -107,6 +107,13 @@ def test_import_sends_the_two_files_and_no_other(run: Run, stub: Stub, tmp_path:
     sent = stub.asked[-1][2]
     assert b'name="name"\r\n\r\npoet' in sent and b'{"r": 4}' in sent and b"weights" in sent
     assert b"pickle" not in sent
+    (archive := tmp_path / "My poet.ZIP").write_bytes(b"packed")
+    assert run("adapters", "import", str(archive)).stdout.startswith("imported poet")
+    sent = stub.asked[-1][2]
+    assert b'name="name"\r\n\r\nMy poet' in sent and b'name="archive"; filename="My poet.ZIP"' in sent
+    archive.unlink()
+    with pytest.raises(ConfigError, match="is no folder, zip file, hub name or URL"):
+        run("adapters", "import", str(archive))
 
 
 def test_export_writes_both_files(run: Run, stub: Stub, tmp_path: Path) -> None:
@@ -115,7 +122,13 @@ def test_export_writes_both_files(run: Run, stub: Stub, tmp_path: Path) -> None:
         f"GET /v1/models/{name}": {"id": name},
         f"GET /v1/adapters/{name}/config": '{"r": 4}',
         f"GET /v1/adapters/{name}/weights": b"\x00weights",
+        f"GET /v1/adapters/{name}/archive": b"packed",
     }
+    to = tmp_path / "out.zip"
+    assert json.loads(run("adapters", "export", name, str(to), "--json").stdout)["bytes"] == 6
+    assert to.read_bytes() == b"packed"
+    with pytest.raises(ConfigError, match="is there already"):
+        run("adapters", "export", name, str(to))
     to = tmp_path / "out"
     assert json.loads(run("adapters", "export", name, str(to), "--json").stdout)["bytes"] == 16
     assert {file.name: file.read_bytes() for file in to.iterdir()} == {

@@ -7,6 +7,7 @@ import pytest
 
 from coserve.cli import checks
 from coserve.cli.checks import Check, Level, run_checks
+from coserve.kernels.native import build
 from coserve.serve.settings import ServerSettings
 from coserve.streamed import scratch
 from coserve.streamed.scratch import file_system_of
@@ -30,3 +31,10 @@ def test_doctor_says_whether_a_base_can_be_streamed(tmp_path: Path, monkeypatch:
     assert found().level is Level.LACKING and "room" in found().advice
     monkeypatch.setattr(scratch, "_IN_MEMORY", (kind,))
     assert found().level is Level.LACKING and "from memory" in found().advice
+
+
+def test_doctor_says_why_there_are_no_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for problem, level in (("", Level.GOOD), ("gcc took longer than 180 s", Level.LACKING)):
+        monkeypatch.setattr(build, "find_problem", lambda problem=problem: problem)
+        (check,) = checks._kernels()
+        assert check.level is level and problem in check.found and bool(check.advice) is bool(problem)

@@ -1,8 +1,8 @@
 """Compiles the kernels in C where there is a C compiler, once for a machine and a type of numbers.
 
-It takes half a second. A library stays in the user's cache directory, under a name made of the sources, the
+It takes some seconds. A library stays in the user's cache directory, under a name made of the sources, the
 compiler and the processor's capabilities. Without a compiler, or where anything fails, there is no library,
-and everything is computed by torch.
+and everything is computed by torch: the log has a warning then, and `coserve doctor` the reason.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -33,7 +33,7 @@ _WIDE: Final = (
 NUMBERS: Final = (torch.bfloat16, torch.float32)  # types that there are kernels for
 _FAST: Final = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS: Final = (*_FAST, "-fopenmp", "-shared", "-fPIC")
-_PATIENCE: Final = 60.0  # seconds
+_PATIENCE: Final = 180.0  # seconds; a busy machine takes many times as long as an idle one
 _KINDS: Final = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 64 bits, floats, integers
     "rms_norm": "pppllfii",
@@ -112,25 +112,64 @@ def torch_only() -> Iterator[None]:
 def library(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
     """The compiled kernels for numbers of this type; None without a compiler, on other systems than Linux,
     for other types, or where `COSERVE_NATIVE` is 0 in the environment."""
-    if (
-        dtype not in NUMBERS
-        or not sys.platform.startswith("linux")
-        or os.environ.get("COSERVE_NATIVE") == "0"
-    ):
+    compiler = _compiler()
+    if dtype not in NUMBERS or not _is_wanted() or compiler is None:
         return None
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc"))), None)
-    if compiler is None:
-        return None
+    noted = _directory() / f"{_name(compiler, dtype)}.failed"
     try:
-        return _loaded(compiler, dtype)
+        found = _loaded(compiler, dtype)
     except (OSError, subprocess.SubprocessError) as error:
-        _log.info("kernels are not compiled: %s", error)
+        why = _reason(compiler, error)
+        _log.warning(
+            "there are no compiled kernels for %s, and torch computes in their place: %s", dtype, why
+        )
+        with suppress(OSError):
+            noted.write_text(why)
         return None
+    with suppress(OSError):
+        noted.unlink(missing_ok=True)
+    return found
 
 
-def _loaded(compiler: str, dtype: torch.dtype) -> ctypes.CDLL | None:
+def find_problem() -> str:
+    """The reason for which this machine has no compiled kernels, as far as it is known without compiling;
+    empty where it has them, or compiles them at the next start."""
+    if not _is_wanted():
+        return "they are for Linux" if os.environ.get("COSERVE_NATIVE") != "0" else "COSERVE_NATIVE is 0"
+    if (compiler := _compiler()) is None:
+        return "there is no C compiler"
+    for dtype in NUMBERS:
+        path = _directory() / f"{_name(compiler, dtype)}.failed"
+        with suppress(OSError):
+            return f"the last attempt for {str(dtype).removeprefix('torch.')} failed: {path.read_text()}"
+    return ""
+
+
+def _is_wanted() -> bool:
+    return sys.platform.startswith("linux") and os.environ.get("COSERVE_NATIVE") != "0"
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc"))), None)
+
+
+def _directory() -> Path:
+    return platformdirs.user_cache_path("coserve") / "kernels"
+
+
+def _reason(compiler: str, error: Exception) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"{compiler} took longer than {error.timeout:g} s, as on a machine that is very busy"
+    if isinstance(error, subprocess.CalledProcessError):
+        told = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
+        why = told[0][:300] if told else "it says no reason"
+        return f"{compiler} ended with status {error.returncode}: {why}"
+    return str(error)
+
+
+def _loaded(compiler: str, dtype: torch.dtype) -> ctypes.CDLL:
     threads = _openmp_libraries()
-    directory = platformdirs.user_cache_path("coserve") / "kernels"
+    directory = _directory()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"{_name(compiler, dtype)}.so"
@@ -143,7 +182,7 @@ def _loaded(compiler: str, dtype: torch.dtype) -> ctypes.CDLL | None:
             _compile(compiler, dtype, path)
             found = ctypes.CDLL(str(path))
     if _openmp_libraries() != threads:
-        return None
+        raise OSError("the compiler's OpenMP library is another than torch's")
     for name, kinds in _SIGNATURES.items():
         if (function := getattr(found, name, None)) is None:
             assert _is_wide(dtype) or name in _WIDE_ALONE, f"no kernel {name}"

@@ -4,6 +4,7 @@ An archive that somebody sends is foreign: its directory is read within bounds, 
 unpacked, to names of our own, and their bytes are counted as they come, whatever the archive says.
 """
 
+import os
 import stat
 import struct
 import zipfile
@@ -15,9 +16,12 @@ from typing import IO, Final
 
 from coserve.adapters.folder import CONFIG, WEIGHTS
 from coserve.errors import AdapterError
+from coserve.serve.adapter_registry.imports import MOST_CONFIG_BYTES
 
 MOST_FILES: Final = 64  # in an archive
 _MOST_DIRECTORY: Final = 256 * 1024  # bytes that are read to find them
+_RATIO: Final = 100  # unpacked bytes for each of the archive; weights have one or two
+_ALWAYS: Final = 2**24  # unpacked bytes that any archive may have, whatever its ratio
 _PIECE: Final = 2**20
 _ENCRYPTED: Final = 0x1  # a member's flag
 _METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # others' decoders take memory as the file says
@@ -46,18 +50,20 @@ class _BoundedReader:
 
 
 def unpack(archive: IO[bytes], folder: Path, most: int) -> None:
-    """Writes the two files of the adapter in an archive into a folder; each may have `most` bytes.
+    """Writes the two files of the adapter in an archive into a folder; the weights may have `most` bytes.
 
     Raises AdapterError for anything but a zip file with one adapter, alone or in a folder, and for one that
-    has too many files, links, encrypted files, or paths that lead out of it.
+    has too many files, links, encrypted files, or paths that lead out of it, or that unpacks to far more
+    bytes than it has.
     """
     reader = _BoundedReader(archive, _MOST_DIRECTORY)
+    size = archive.seek(0, os.SEEK_END)
     try:
         with zipfile.ZipFile(reader) as opened:
             config, weights = _parts(opened.infolist())
-            reader.left = 2 * most + _MOST_DIRECTORY
-            for member, name in ((config, CONFIG), (weights, WEIGHTS)):
-                _write(opened, member, folder / name, most)
+            reader.left = 2 * size + _MOST_DIRECTORY
+            for member, name, allowed in ((config, CONFIG, MOST_CONFIG_BYTES), (weights, WEIGHTS, most)):
+                _write(opened, member, folder / name, allowed, max(_ALWAYS, _RATIO * size))
     except AdapterError:
         raise
     except _UNREADABLE as error:
@@ -97,14 +103,19 @@ def _parts(members: list[zipfile.ZipInfo]) -> tuple[zipfile.ZipInfo, zipfile.Zip
     return config, weights
 
 
-def _write(opened: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, most: int) -> None:
-    """Unpacks one file, whose checksum is compared at its end."""
-    left = most
+def _write(opened: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, most: int, by_ratio: int) -> None:
+    """Unpacks one file of at most `most` bytes, and of no more than its archive's size allows. Its checksum
+    is compared at its end."""
+    left = min(most, by_ratio)
     with opened.open(member) as read, target.open("xb") as write:
         while piece := read.read(_PIECE):
             left -= len(piece)
             if left < 0:
-                raise AdapterError(f"the archive's {target.name} is larger than {most} bytes")
+                if most <= by_ratio:
+                    raise AdapterError(f"the archive's {target.name} is larger than {most} bytes")
+                raise AdapterError(
+                    f"the archive's {target.name} unpacks to more than {_RATIO} times the archive's bytes"
+                )
             write.write(piece)
 
 

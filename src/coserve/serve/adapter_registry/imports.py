@@ -12,7 +12,7 @@ from coserve.adapters.folder import CONFIG, WEIGHTS, unreadable
 from coserve.core import disk
 from coserve.errors import AdapterError
 
-_MOST_CONFIG_BYTES = 2**20
+MOST_CONFIG_BYTES = 2**20
 _PIECE = 2**20
 _LONGEST_BASE = 200  # characters of a name in messages
 
@@ -44,7 +44,7 @@ def copy_adapter(source: Path, target: Path, most_bytes: int) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _copy_file(source / CONFIG, partial / CONFIG, _MOST_CONFIG_BYTES)
+        _copy_file(source / CONFIG, partial / CONFIG, MOST_CONFIG_BYTES)
         _check_json(partial / CONFIG)
         _copy_file(source / WEIGHTS, partial / WEIGHTS, most_bytes)
         disk.sync_path(partial)

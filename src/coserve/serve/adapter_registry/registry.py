@@ -53,7 +53,7 @@ async def import_adapter(
     folder = state.store.adapter_folder(key)
     is_adding = False
     copying = asyncio.ensure_future(
-        asyncio.to_thread(copy_adapter, source, folder, state.settings.max_file_bytes)
+        state.adapters.run(tenant.id, copy_adapter, source, folder, state.settings.max_file_bytes)
     )
     try:
         await asyncio.shield(copying)  # its thread goes on where the request was cancelled

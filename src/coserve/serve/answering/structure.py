@@ -10,7 +10,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from coserve.serve.answering.cost import MOST_GRAMMAR_BYTES
 from coserve.serve.errors import ApiError
-from coserve.text.tools.lark import COMPACT, Lark
+from coserve.text.tools.lark import COMPACT, Lark, parse_error
 
 _SLASH: Final = re.compile(r"((?<!\\)(?:\\\\)*)/")
 
@@ -85,5 +85,4 @@ def _lark_of(text: str) -> str:
 
 def wrong(grammar: str) -> str:
     """The reason for which a grammar is none; empty for a right one."""
-    reason: str = LLMatcher.validate_grammar(grammar)
-    return reason.partition("\n")[0]
+    return parse_error(LLMatcher.validate_grammar(grammar))

@@ -88,6 +88,7 @@ class EngineLink:
         self._connected = asyncio.Event()
         self._refusal: EngineLost | None = None
         self._told_all = asyncio.Event()  # the engine is drained, or gone
+        self._is_drained = False  # so the engine ends as it should
         self._refs = count(1)
         self.sessions = LiveSessions(self.probation, self._verdicts, self._refs)
 
@@ -247,7 +248,9 @@ class EngineLink:
                     finally:
                         writer.close()
                 except (OSError, EOFError) as error:
-                    log.warning("the connection to the engine was lost: %s", error or type(error).__name__)
+                    if not self._is_drained:
+                        why = "the engine closed it" if isinstance(error, EOFError) else error
+                        log.warning("the connection to the engine was lost: %s", why or type(error).__name__)
                     await asyncio.sleep(RETRY_SECONDS)
 
     async def _reach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -282,6 +285,7 @@ class EngineLink:
         self.news.tell(connection.hello)
         self._connected.set()
         self._told_all.clear()
+        self._is_drained = False
         for live in list(self.live.values()):
             self._submit(connection, live)
         self.sessions.connected(connection)
@@ -346,6 +350,7 @@ class EngineLink:
         for numbered in report.jobs:
             self.news.tell((connection.hello.generation, numbered))
         if report.drained:
+            self._is_drained = True
             self._told_all.set()
 
     def _acknowledge(self, generation: str, number: int) -> None:

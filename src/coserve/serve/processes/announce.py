@@ -71,7 +71,7 @@ class Announcer:
         """Announces the model and the URL, once requests are answered."""
         url = url_of(listener, settings.ssl_certfile is not None)
         self.say(f"coserve: {settings.base_name} on {url}", "bold")
-        rows = [("openai base url", f"{url}/v1")]
+        rows = [("openai base url", f"{url}/v1"), ("in a browser", f"{url}/")]
         host, port = listener.getsockname()[:2]
         if host in ANY_ADDRESS:
             rows.append(("listening on", f"port {port} of every address of this machine ({host})"))

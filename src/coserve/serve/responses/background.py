@@ -12,10 +12,10 @@ from fastapi import Depends, Request
 from coserve.core.contained import contained
 from coserve.errors import CoserveError, EngineLost, LeaseLost
 from coserve.serve.errors import ApiError
-from coserve.serve.responses.events import ENDED, ResponseWriter, restored
+from coserve.serve.responses.events import ENDED, restored
 from coserve.serve.responses.items import read_item
 from coserve.serve.responses.schema import ResponseRequest
-from coserve.serve.responses.work import ResponseWork, ended, prepared, produced
+from coserve.serve.responses.work import ResponseWork, end_in_background, prepared, produced
 from coserve.serve.state import State
 from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import ResponseRecord
@@ -104,7 +104,7 @@ class ResponseRuns:
         try:
             if writer.status not in ENDED:
                 writer.cancel()
-            await self._end(row, writer)  # also waits where its end is being stored
+            await end_in_background(self._state, row, writer)  # also waits where its end is being stored
         finally:
             self._ended(row, run)
 
@@ -163,16 +163,12 @@ class ResponseRuns:
             writer.fail(told)
         while True:
             try:
-                return await self._end(row, writer)
+                return await end_in_background(self._state, row, writer)
             except LeaseLost as lost:
                 return log.warning("%s", lost)
             except CoserveError as failed:
                 log.warning("the response %s cannot be stored now: %s", row.id, failed)
                 await asyncio.sleep(_AGAIN_SECONDS)
-
-    async def _end(self, row: ResponseRecord, writer: ResponseWriter) -> None:
-        made = await self._state.bodies.run(row.tenant, ended, row, writer)
-        await self._state.store.responses.end(*made)
 
 
 def _body_of(request: str, items: Sequence[str]) -> ResponseRequest:

@@ -79,14 +79,22 @@ class ResponseWork:
         """Stores a response that has ended."""
         if self.row is None:
             return
-        row, made = await state.bodies.run(self.tenant.id, ended, self.row, self.writer)
-        if row.request is not None:
-            await state.store.responses.end(row, made)
-        else:
-            await state.store.responses.add(row, [*self.items, *made])
+        if self.row.request is not None:
+            await end_in_background(state, self.row, self.writer)
+            return
+        row, made = await state.bodies.run(self.tenant.id, _ended, self.row, self.writer)
+        await state.store.responses.add(row, [*self.items, *made])
 
 
-def ended(row: ResponseRecord, writer: ResponseWriter) -> tuple[ResponseRecord, list[ItemRecord]]:
+async def end_in_background(state: State, row: ResponseRecord, writer: ResponseWriter) -> None:
+    """Stores the end of a response that was made in the background, and then tells the operator's webhooks.
+    Raises LeaseLost."""
+    row, made = await state.bodies.run(row.tenant, _ended, row, writer)
+    await state.store.responses.end(row, made)
+    state.alert(f"response.{row.status}", id=row.id)
+
+
+def _ended(row: ResponseRecord, writer: ResponseWriter) -> tuple[ResponseRecord, list[ItemRecord]]:
     """(the row of a response that has ended, those of its output)."""
     row = ResponseRecord(
         row.id, row.tenant, row.created, writer.status, writer.body.decode(), row.previous, row.conversation,

@@ -4,6 +4,7 @@ import asyncio
 import re
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +48,7 @@ async def upload_adapter(
     most = state.settings.max_file_bytes
     try:
         if archive is not None and config is None and weights is None:
-            await asyncio.to_thread(unpack, archive.file, folder, most)
+            await state.adapters.run(caller.id, unpack, archive.file, folder, most)
         elif archive is None and config is not None and weights is not None:
             for upload, file in ((config, CONFIG), (weights, WEIGHTS)):
                 await _receive(upload, folder / file, most)
@@ -56,8 +57,8 @@ async def upload_adapter(
             raise ApiError(422, message, param="archive")
         adapter = await import_adapter(state, caller, name, folder)
         warning = await asyncio.to_thread(base_warning, state, adapter)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    finally:  # in the tenant's next turn: unpacking goes on where the request was cancelled
+        await state.adapters.run(caller.id, partial(shutil.rmtree, ignore_errors=True), folder)
     card = card_of(state, await state.catalog.find(caller, name))
     return card.model_copy(update={"warning": warning})
 

@@ -1,7 +1,8 @@
 """The findings of `coserve doctor` on the server's machine, for the page.
 
 The command imports torch and reads from disks, so it runs in a process of its own, with a low priority
-and one at a time, and what it found is told for some minutes. Its paths are not for whoever has a key.
+and one at a time, and what it found is told for some minutes, a failure for half of one. Its paths are not
+for whoever has a key.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ COMMAND: Final = (
     "-c", "import os; os.nice(10); from coserve.cli.app import main; main()", "doctor", "--json",
 )  # fmt: skip
 FRESH_SECONDS: Final = 600.0
+FAILED_SECONDS: Final = 30.0  # in which a failure is told again
 _SECONDS = 180.0  # after which the command is ended; on an idle machine it takes four
 _MOST_BYTES: Final = 65_536  # of its output
 _HIDDEN: Final = ("server", "port")  # checks of what this very server has taken
@@ -51,14 +53,17 @@ class Doctor:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._kept: Findings | None = None
+        self._kept: Findings | ApiError | None = None
         self._running: asyncio.Task[Findings] | None = None
         self._checked = 0.0  # on `time.monotonic`
 
     async def findings(self) -> Findings:
         """The findings, at most some minutes old. Raises ApiError 503 where the checks fail."""
-        if self._kept is not None and time.monotonic() - self._checked < FRESH_SECONDS:
+        age = time.monotonic() - self._checked
+        if isinstance(self._kept, Findings) and age < FRESH_SECONDS:
             return self._kept
+        if isinstance(self._kept, ApiError) and age < FAILED_SECONDS:
+            raise self._kept.with_traceback(None)
         if self._running is None:
             self._running = asyncio.create_task(self._check(), name="doctor")
             self._running.add_done_callback(self._ended)
@@ -66,8 +71,11 @@ class Doctor:
 
     def _ended(self, task: "asyncio.Task[Findings]") -> None:
         self._running = None
-        if not task.cancelled() and task.exception() is None:
-            self._kept, self._checked = task.result(), time.monotonic()
+        if task.cancelled():
+            return
+        failure = task.exception()
+        if failure is None or isinstance(failure, ApiError):
+            self._kept, self._checked = failure or task.result(), time.monotonic()
 
     async def _check(self) -> Findings:
         settings = self._settings

@@ -136,3 +136,11 @@ def quoted(text: str) -> str:
 def in_pattern(text: str) -> str:
     """A pattern of a grammar that matches `text`."""
     return _IN_PATTERN.sub(r"\\\1", text).replace("\n", "\\n")
+
+
+def parse_error(text: str) -> str:
+    """The message of llguidance for a bad grammar as one line: its first line, and the reason that a parser
+    of patterns gives below a drawing of the place; empty for a good grammar."""
+    first, *further = text.strip().split("\n")
+    reasons = [line.removeprefix("error: ") for line in further if line.startswith("error: ")]
+    return f"{first} {reasons[0]}" if first.endswith(":") and reasons else first

@@ -158,7 +158,7 @@ function Curves({ steps, checkpoints }) {
   return html`<${Panel} title="Loss by step">
     ${steps.length ? html`<${Chart} label="Training loss, validation and learning rate by step" time=${false} height=${260} x=${x} series=${[
       { name: "training", values: loss, color: 2 }, ...(hasValid ? [{ name: "validation", values: valid, color: 1, points: true }] : []),
-      { name: "learning rate", values: rate, color: 6, scale: "rate", format: (n) => n.toExponential(1) }]} />` : html`<${Empty}>The first step has not ended yet.<//>`}<//>`;
+      { name: "learning rate", values: rate, color: 6, scale: "rate", format: (n) => (n ? n.toExponential(1) : "0") }]} />` : html`<${Empty}>The first step has not ended yet.<//>`}<//>`;
 }
 
 const Checkpoints = ({ checkpoints }) => html`<${Panel} title="Checkpoints"><${Table} label="Checkpoints" rows=${checkpoints.slice(0, 30)} empty="None yet. Each can be asked at once, while the job trains." columns=${[
@@ -235,5 +235,5 @@ function Compare({ ids }) {
   return html`<p><a href="#/jobs">All jobs</a></p><${Notice} error=${error} />
     <${Panel} title="Loss by step">${x.length ? html`<${Chart} label="Loss of ${found.length} jobs by step" time=${false} height=${300} x=${x} series=${series} />` : html`<${Empty}>None of them has made a step.<//>`}<//>
     <${Panel} title="What differs"><${Table} label="What differs" rows=${rows} empty="" columns=${[{ head: "Setting", cell: (row) => html`<code>${row.id}</code>` },
-      ...found.map(({ job }, at) => ({ head: html`<a href=${jobLink(job.id)}><${Name} text=${label(job)} most=${24} /></a>`, cell: (row) => html`<${Name} text=${row.cells[at]} />` }))]} /><//>`;
+      ...found.map(({ job }, at) => ({ head: html`<a href=${jobLink(job.id)}><${Name} text=${label(job)} most=${24} /></a>`, wide: true, cell: (row) => html`<${Name} text=${row.cells[at]} />` }))]} /><//>`;
 }

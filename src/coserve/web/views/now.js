@@ -62,7 +62,7 @@ export default function Now() {
     <${Together} x=${x} column=${column} own=${seen.own} names=${names} />
     <div class="grid">
       <${Panel} title="Tokens per second"><${Chart} label="Tokens per second: answered, of prompts, trained" sync="now" height=${180} x=${x} series=${[
-        { name: "answered", values: column("answered"), color: 1, fill: true }, { name: "of prompts", values: column("prompt"), color: 3 }, { name: "trained", values: column("trained"), color: 2, scale: "trained", fill: true }]} /><//>
+        { name: "answered", values: column("answered"), color: 1, fill: true }, { name: "prompts", values: column("prompt"), color: 3 }, { name: "trained", values: column("trained"), color: 2, scale: "trained", fill: true }]} /><//>
       <${Panel} title="Slack used by training"><${Chart} label="Share of answers' time that training took, and slowdown" sync="now" height=${180} x=${x} series=${[
         { name: "of answers' time", values: column("deferred", 100), color: 2, fill: true, format: (n) => `${digits(n)} %` }]} /><//>
       <${Panel} title="Requests"><${Chart} label="Requests that run and that wait" sync="now" height=${180} x=${x} series=${[
@@ -141,7 +141,7 @@ function Usage({ own, names, answered }) {
     return [...found.values()].sort((a, b) => b.tokens - a.tokens);
   }, [own, names, answered]);
   const seconds = Math.min(own.length, 60) || 1;
-  return html`<${Panel} title="By adapter and job" aside="the last minute"><${Table} label="Use by adapter and job" rows=${rows} empty="Nothing has answered or trained in the last minute." columns=${[
+  return html`<${Panel} title="By adapter and job" aside="the last minute"><${Table} label="Use by adapter and job" rows=${rows} empty=${html`Nothing has answered or trained in the last minute: <a href="#/playground">ask a model</a>, or <a href="#/jobs">train an adapter</a>.`} columns=${[
     { head: "Work", cell: (row) => html`<span class="badge">${row.kind}</span>` }, { head: "Adapter or job", wide: true, cell: (row) => html`<${Name} text=${row.name} />` },
     { head: "Tokens/s", number: true, cell: (row) => digits(row.tokens / seconds) },
     { head: "Latency or loss", number: true, cell: (row) => (row.loss !== undefined ? `loss ${digits(row.loss)}` : row.gap ? `${duration(row.gap)} (slowest ${duration(row.slowest)})` : "–") },

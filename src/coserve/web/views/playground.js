@@ -32,9 +32,13 @@ export default function Playground({ rest }) {
     setDraft({ turns });
     answer(turns);
   };
+  const give = (model, results) => { // of the tools that it called
+    const last = draft.turns.at(-1), told = changed(last.answers[model], { results, then: {} });
+    answer([...draft.turns.slice(0, -1), { ...last, answers: { ...last.answers, [model]: told } }], [model]);
+  };
   const key = (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); } };
   return html`<${Models} draft=${draft} setDraft=${setDraft} offered=${offered} disabled=${busy} />
-    <div class="columns">${draft.models.map((model, at) => html`<${Column} key=${model} model=${model} color=${at + 1} turns=${draft.turns} onCopy=${() => setCopies(model)}
+    <div class="columns">${draft.models.map((model, at) => html`<${Column} key=${model} model=${model} color=${at + 1} turns=${draft.turns} onResults=${busy ? null : (results) => give(model, results)} onCopy=${() => setCopies(model)}
       onRemove=${draft.models.length > 1 && !busy ? () => setDraft((old) => ({ models: old.models.filter((one) => one !== model) })) : null} />`)}</div>
     <${Panel}><form class="stack" onSubmit=${(event) => { event.preventDefault(); send(); }}>
       <textarea aria-label="Message" rows="3" placeholder="A message to all of them; Enter sends it" value=${draft.text} onInput=${({ target }) => setDraft({ text: target.value })} onKeyDown=${key}></textarea>
@@ -84,42 +88,48 @@ function Models({ draft, setDraft, offered, disabled }) {
 // The body of a request to one model: its own answers are its history.
 function bodyOf(draft, model, turns) {
   const messages = draft.system.trim() ? [{ role: "system", content: draft.system }] : [];
-  turns.forEach((turn, at) => {
-    messages.push({ role: "user", content: turn.user });
-    const told = turn.answers[model];
-    if (at < turns.length - 1 && told?.text) messages.push({ role: "assistant", content: told.text });
-  });
+  turns.forEach((turn, at) => messages.push({ role: "user", content: turn.user }, ...historyOf(turn.answers[model], at < turns.length - 1)));
   const body = { model, messages, ...draft.settings };
   if (draft.tools?.length) body.tools = draft.tools;
   if (draft.schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: draft.schema } };
   return body;
 }
 
+// The messages of an answer, of the results of its tools, and of the answer after those; unless `whole` without the last.
+function historyOf(told, whole) {
+  const { text, calls, results, then } = told ?? {};
+  if (!results) return whole && text ? [{ role: "assistant", content: text }] : [];
+  const tool_calls = calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
+  return [{ role: "assistant", content: text || null, tool_calls }, ...results.map((content, at) => ({ role: "tool", tool_call_id: calls[at].id, content })), ...historyOf(then, whole)];
+}
+
+// An answer is followed by another one where its tools' results were sent.
+const newest = (told) => (told?.then ? newest(told.then) : told);
+const changed = (told, fields) => (told?.then ? { ...told, then: changed(told.then, fields) } : { ...told, ...fields });
+
 // Asks all models at once. What has come of an answer is drawn once a frame.
 function useAnswers(draft, setDraft) {
   const [busy, setBusy] = useState(false);
   const stopping = useRef(null);
-  const newest = useRef(draft);
-  newest.current = draft;
   useEffect(() => () => stopping.current?.abort(), []);
-  const answer = async (turns) => {
+  const answer = async (turns, models = draft.models) => {
     const stop = (stopping.current = new AbortController());
     setBusy(true);
-    const told = {}; // by model
+    const told = { ...turns.at(-1).answers }; // by model
     let frame = 0;
     const draw = () => {
       frame = 0;
       setDraft((old) => ({ turns: [...old.turns.slice(0, -1), { ...turns.at(-1), answers: { ...told } }] }));
     };
-    const tell = (model, fields) => { told[model] = { ...told[model], ...fields }; frame ||= requestAnimationFrame(draw); };
-    await Promise.all(draft.models.map(async (model) => {
+    const tell = (model, fields) => { told[model] = changed(told[model], fields); frame ||= requestAnimationFrame(draw); };
+    await Promise.all(models.map(async (model) => {
       const begun = performance.now();
       tell(model, { text: "", state: "waits" });
       const body = { ...bodyOf(draft, model, turns), stream: true, stream_options: { include_usage: true }, ...(draft.logprobs ? { logprobs: true, top_logprobs: 5 } : {}) };
       try {
         const onHeaders = (headers) => tell(model, { version: decodeURIComponent(headers.get("x-coserve-version") ?? "") });
         for await (const chunk of stream("/v1/chat/completions", { method: "POST", json: body, signal: stop.signal, onHeaders })) {
-          const now = told[model], choice = chunk.choices[0];
+          const now = newest(told[model]), choice = chunk.choices[0];
           if (chunk.usage) tell(model, { tokens: chunk.usage.completion_tokens });
           if (!choice) continue;
           const { delta, logprobs } = choice;
@@ -143,32 +153,40 @@ function useAnswers(draft, setDraft) {
 
 function joined(calls = [], deltas = []) {
   const found = calls.map((one) => ({ ...one }));
-  for (const { index, function: piece } of deltas) {
-    const one = (found[index] ??= { name: "", arguments: "" });
+  for (const { index, id, function: piece } of deltas) {
+    const one = (found[index] ??= { id, name: "", arguments: "" });
     one.name += piece.name ?? "";
     one.arguments += piece.arguments ?? "";
   }
   return found;
 }
 
-function Column({ model, color, turns, onRemove, onCopy }) {
+function Column({ model, color, turns, onRemove, onCopy, onResults }) {
   const end = useRef(null);
-  const length = turns.at(-1)?.answers[model]?.text?.length;
+  const length = newest(turns.at(-1)?.answers[model])?.text?.length;
   useEffect(() => { const { parentNode } = end.current; parentNode.scrollTop = parentNode.scrollHeight; }, [turns.length, length]);
   return html`<section class="panel column" aria-label="Chat with ${model}"><header><h2><i class="dot color-${color}"></i><${Name} text=${model} most=${60} /></h2>
       <span class="row"><${Button} quiet onClick=${onCopy}>Copy as<//>${onRemove && html`<button type="button" class="quiet" aria-label="Remove ${model}" onClick=${onRemove}>✕</button>`}</span></header>
     <div class="chat" tabindex="0" role="log" aria-label="Answers of ${model}">${turns.length === 0 && html`<${Empty}>Nothing has been asked yet.<//>`}
-      ${turns.map((turn, at) => html`<div class="turn" key=${at}><p class="user"><bdi>${turn.user}</bdi></p><${Answer} told=${turn.answers[model]} /></div>`)}<span ref=${end}></span></div></section>`;
+      ${turns.map((turn, at) => html`<div class="turn" key=${at}><p class="user"><bdi>${turn.user}</bdi></p><${Answer} told=${turn.answers[model]} onResults=${at === turns.length - 1 ? onResults : null} /></div>`)}<span ref=${end}></span></div></section>`;
 }
 
-function Answer({ told }) {
+function Answer({ told, onResults }) {
   if (!told) return null;
   if (told.error) return html`<${Notice}>${told.error}<//>`;
   const facts = [told.version && html`version <code>${told.version}</code>`, told.tokens != null && `${told.tokens} tokens`, told.first && `first after ${duration(told.first / 1000)}`,
     told.took && told.tokens > 1 && `${digits(told.tokens / (told.took / 1000))} tok/s`, told.finish === "length" && "cut at the most tokens", told.state === "stopped" && "stopped"].filter(Boolean);
   return html`<div class="answer" aria-busy=${told.state === "waits"}>${told.thought && html`<details><summary>Reasoning</summary><p>${told.thought}</p></details>`}
     ${told.scores ? html`<${Scored} scores=${told.scores} />` : html`<p><bdi>${told.text}</bdi>${told.state === "waits" && html`<span class="cursor">▍</span>`}</p>`}
-    ${told.calls?.map((call) => html`<pre>${call.name}(${call.arguments})</pre>`)}<small>${facts.map((one, at) => html`${at ? " · " : ""}${one}`)}</small></div>`;
+    ${told.calls?.map((call, at) => html`<pre>${call.name}(${call.arguments})${told.results ? `\n→ ${told.results[at]}` : ""}</pre>`)}<small>${facts.map((one, at) => html`${at ? " · " : ""}${one}`)}</small>
+    ${told.calls?.length && !told.results && onResults ? html`<${Results} calls=${told.calls} onResults=${onResults} />` : ""}</div>
+    ${told.then && html`<${Answer} told=${told.then} onResults=${onResults} />`}`;
+}
+
+// What the tools give back, which the person says in their place.
+function Results({ calls, onResults }) {
+  const send = (event) => { event.preventDefault(); onResults(new FormData(event.target).getAll("result")); };
+  return html`<form class="stack" onSubmit=${send}>${calls.map((call) => html`<${Field} label="Result of ${call.name}" hint=""><input name="result" spellcheck="false" /><//>`)}<div><${Button} type="submit">Send results<//></div></form>`;
 }
 
 // Tokens, the darker the less likely they were; pointing at one tells its log-probability and what else was likely.
@@ -223,11 +241,19 @@ function asOpenAI({ top_k, ...body }) {
   return `import os\nimport openai\n\nclient = openai.OpenAI(base_url="${location.origin}/v1", api_key=os.environ.get("COSERVE_API_KEY", "none"))\nanswer = client.chat.completions.create(\n${given}${extra})\nprint(answer.choices[0].message.content)`;
 }
 
-function asAnthropic({ model, messages, tools, temperature, top_p, top_k, max_tokens = 256 }) {
+// A message in Anthropic's words: calls and results of tools are blocks.
+function anthropicOf(one) {
+  if (one.role === "tool") return { role: "user", content: [{ type: "tool_result", tool_use_id: one.tool_call_id, content: one.content }] };
+  if (!one.tool_calls) return one;
+  const parsed = (text) => { try { return JSON.parse(text); } catch { return {}; } }; // one that was cut
+  return { role: "assistant", content: [...(one.content ? [{ type: "text", text: one.content }] : []), ...one.tool_calls.map(({ id, function: { name, arguments: given } }) => ({ type: "tool_use", id, name, input: parsed(given) }))] };
+}
+
+function asAnthropic({ model, messages, tools, response_format: form, temperature, top_p, top_k, max_tokens = 256 }) {
   const system = messages.find((one) => one.role === "system")?.content;
-  const given = { model, max_tokens, system, messages: messages.filter((one) => one.role !== "system"),
+  const given = { model, max_tokens, system, messages: messages.filter((one) => one.role !== "system").map(anthropicOf),
     tools: tools?.map(({ function: one }) => ({ name: one.name, description: one.description ?? "", input_schema: one.parameters ?? { type: "object" } })),
-    extra_body: { temperature: temperature === undefined ? undefined : Math.min(1, temperature), top_p, top_k } }; // newer clients have no parameters for these
+    extra_body: { temperature: temperature === undefined ? undefined : Math.min(1, temperature), top_p, top_k, output_config: form && { format: { type: "json_schema", schema: form.json_schema.schema } } } }; // newer clients have no parameters for these
   const lines = Object.entries(given).filter(([, value]) => value !== undefined).map(([name, value]) => `    ${name}=${python(value, "    ")},\n`).join("");
   return `import os\nimport anthropic\n\nclient = anthropic.Anthropic(base_url="${location.origin}", api_key=os.environ.get("COSERVE_API_KEY", "none"))\nanswer = client.messages.create(\n${lines})\nprint(answer.content[0].text)`;
 }

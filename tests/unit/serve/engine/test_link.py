@@ -328,7 +328,9 @@ def test_refusing_ends_answers_and_frees_the_engine(tmp_path: Path) -> None:
     assert [command.id for command in said(fake, Request)] == ["r"]
 
 
-def test_a_drain_is_over_when_the_engine_has_nothing_more_to_say(tmp_path: Path) -> None:
+def test_a_drain_is_over_when_the_engine_has_nothing_more_to_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[int] = []
 
     async def story(fake: FakeEngine, link: EngineLink) -> None:
@@ -346,9 +348,10 @@ def test_a_drain_is_over_when_the_engine_has_nothing_more_to_say(tmp_path: Path)
         await asyncio.wait_for(link.drain(0.01), 1)  # there is none that could be waited for
 
     play(tmp_path, story)
+    assert "was lost" not in caplog.text  # it ended as it should
 
 
-def test_a_drain_ends_with_the_engine(tmp_path: Path) -> None:
+def test_a_drain_ends_with_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def story(fake: FakeEngine, link: EngineLink) -> None:
         await link.wait_ready(1)
         draining = asyncio.create_task(link.drain(1.0))
@@ -358,3 +361,4 @@ def test_a_drain_ends_with_the_engine(tmp_path: Path) -> None:
         await asyncio.wait_for(draining, 1)
 
     play(tmp_path, story, step_seconds=30.0)
+    assert "the connection to the engine was lost: the engine closed it" in caplog.text

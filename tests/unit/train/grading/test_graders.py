@@ -49,9 +49,9 @@ def test_a_regular_expression_matches_all_of_the_answer() -> None:
 
 
 def test_a_hostile_pattern_takes_no_time() -> None:
-    grader, begun = RegexGrader("(a+)+$"), time.perf_counter()
+    grader, begun = RegexGrader("(a+)+$"), time.process_time()
     assert grader.grade("a" * 5000 + "b", {}) == 0.0
-    assert time.perf_counter() - begun < 2.0
+    assert time.process_time() - begun < 2.0
 
 
 def test_a_schema_accepts_an_answer_in_any_order() -> None:
@@ -75,9 +75,9 @@ def test_a_schema_accepts_an_answer_in_any_order() -> None:
 
 
 def test_a_pattern_of_a_schema_takes_linear_time() -> None:
-    grader, begun = JsonSchemaGrader({"type": "string", "pattern": "^(a+)+$"}), time.perf_counter()
+    grader, begun = JsonSchemaGrader({"type": "string", "pattern": "^(a+)+$"}), time.process_time()
     assert grader.grade('"' + "a" * 5000 + 'b"', {}) == 0.0
-    assert time.perf_counter() - begun < 2.0
+    assert time.process_time() - begun < 2.0
 
 
 @pytest.mark.parametrize(
