@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-Kind = Literal["file", "job", "batch", "adapter", "key", "pin"]
-_ENDED: Final = {"job": "succeeded", "batch": "completed"}
+Kind = Literal["file", "job", "batch", "adapter", "key", "pin", "eval", "response"]
+_ENDED: Final = {"job": "succeeded", "batch": "completed", "eval": "completed", "response": "completed"}
 
 
 @dataclass
 class Asked:
     """A thing that clients asked for. `ids` are those of the acknowledgements, `wanted` its content, or its
-    number of steps or lines; without it nobody was told which of several contents it has."""
+    number of steps, lines or items; without it nobody was told which of several contents it has."""
 
     kind: Kind
     mark: str
@@ -32,7 +32,8 @@ class Asked:
 @dataclass(frozen=True)
 class Shown:
     """A thing as a server shows it. `content` is its digest; of a job the name of its model, and `steps`
-    those that were told, in order; of a batch the digest of its results, and the lines that have one."""
+    those that were told, in order; of a batch the digest of its results, and the lines that have one; of an
+    eval's run that of its outcomes, and the items that have one."""
 
     kind: Kind
     mark: str
