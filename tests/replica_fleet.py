@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +32,7 @@ from forking import forked
 from object_store import URL, ObjectStoreServer
 from replica_history import Asked, Kind, Notes, contradictions
 from replica_network import Link, LinkState, tcp_link, unix_link
+from replica_runs import train
 from replica_view import AWAY, JOBS, PATIENCE, view_of
 
 CLIENTS: Final = 3
@@ -54,8 +56,8 @@ _CLOCK: Final = Path(__file__).with_name("jumping_clock")
 _SOCKET: Final = ".s.PGSQL.5432"
 _STEPS: Final = 24
 _LINES: Final = 4  # of a batch, and items of an eval
-_MOST: Final = {"job": 4, "batch": 4, "eval": 8, "response": 12}  # of one history
-_ONCE: Final = ("file", "adapter", "job", "batch", "eval", "response")  # what each client asks for
+_MOST: Final = {"job": 4, "batch": 4, "eval": 8, "response": 12, "run": 4}  # of one history
+_ONCE: Final = ("file", "adapter", "job", "run", "batch", "eval", "response")  # what each client asks for
 _WISHES: Final = (*_ONCE, "rival", "key", "answer", "answer", "remove", "pin")
 
 
@@ -253,6 +255,8 @@ class History:
                     "hyperparameters": {"n_epochs": 3, "batch_size": 4},
                 }  # fmt: skip
                 self._create(http, draw, asked, JOBS, json=body)
+        elif wish == "run" and self._has_room("run"):
+            train(partial(self._sure, http, draw, patient=True), self.notes, mark, self._base)
         elif wish == "batch" and self._has_room("batch"):
             self._batch(http, draw, mark)
         elif wish == "eval" and self._has_room("eval"):
@@ -403,10 +407,11 @@ class History:
         return reply.status_code == 200
 
     def _sure(
-        self, http: httpx.Client, draw: random.Random, method: str, path: str, **rest: Any
+        self, http: httpx.Client, draw: random.Random, method: str, path: str, patient: bool = False, **rest: Any
     ) -> httpx.Response | None:
-        """Asks one server after the other until one answers; None where the client gives up before."""
-        end, patient = time.monotonic() + PATIENCE, draw.random() < 0.9
+        """Asks one server after the other until one answers; None where the client gives up before, which
+        one that is `patient` never does."""
+        end, patient = time.monotonic() + PATIENCE, patient or draw.random() < 0.9
         while True:
             server = draw.choice(self._fleet.servers)
             try:

@@ -12,7 +12,7 @@ from replica_history import Notes, Shown
 
 JOBS: Final = "/v1/fine_tuning/jobs"
 PATIENCE: Final = 400.0  # seconds for anything that has to come to its end, on a machine that is busy
-AWAY: Final = (409, 429, 502, 503)  # 409 of a key whose request is under way
+AWAY: Final = (409, 429, 502, 503)  # 409 of a key whose request is under way, or of a run on its way
 _OVER: Final = ("completed", "failed", "expired", "cancelled", "canceled", "incomplete")
 Get = Callable[..., httpx.Response]
 
@@ -50,8 +50,8 @@ def view_of(url: str, headers: Mapping[str, str], notes: Notes, own: str) -> lis
             return [reply.json() for reply in replies if reply.is_success]
 
         _until_over(lambda: marked(JOBS), lambda job: job["finished_at"])
-        for found in (lambda: marked("/v1/batches"), runs, responses):
-            _until_over(found, lambda one: one["status"] in _OVER)
+        for listed in (lambda: marked("/v1/batches"), runs, responses):
+            _until_over(listed, lambda one: one["status"] in _OVER)
         shown = [_shown_job(get, job) for job in marked(JOBS)]
         shown += [_shown_batch(get, one) for one in marked("/v1/batches")]
         shown += [_shown_run(pages, one) for one in runs()]
@@ -67,6 +67,11 @@ def view_of(url: str, headers: Mapping[str, str], notes: Notes, own: str) -> lis
                 shown.append(Shown("adapter", name, name, _weights(get, name)))
                 if card["pinned"]:
                     shown.append(Shown("pin", name, name, "pinned"))
+        for (kind, mark), one in list(notes.asked.items()):
+            for run in one.ids if kind == "run" else ():
+                found = get(f"/api/v1/training_runs/{run}/checkpoints").json()["checkpoints"]
+                saved = " ".join(sorted(each["checkpoint_id"] for each in found))
+                shown.append(Shown("run", mark, run, saved))
         for kind, secret in list(notes.asked):
             if kind == "key":
                 told = http.get("/v1/models", headers={"Authorization": f"Bearer {secret}"})

@@ -80,7 +80,7 @@ class Handover:
             saved = run.trainer.save(partial, True)
             number = own.change  # what is sent after this is not in the state
             await asyncio.to_thread(settle, await saved, folder)
-            if number >= own.missing:
+            if number >= own.missing and number != own.refused:
                 await self._log.keep(run.row.id, number, folder, True)
                 is_kept = True
                 if own.missing:

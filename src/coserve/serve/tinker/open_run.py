@@ -19,6 +19,7 @@ class Backlog:
     def __init__(self, first: LoggedRequest) -> None:
         self.first = first
         self.change = 0  # number of the newest optimizer step or load that was sent to the engine
+        self.refused = 0  # number of the newest of these that was refused: gradients before it stayed
         self.steps = 0  # and loads, since a state was last wanted
         self.newer: int | None = None  # number of a newer state, which takes the oldest one's place
         self.missing = 0  # number of the newest request that was dropped; 0 while none is missing

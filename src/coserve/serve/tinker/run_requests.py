@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from coserve.core.training import AdamParams
-from coserve.errors import CoserveError, EngineLost, LeaseLost, Quarantined
+from coserve.errors import CoserveError, EngineLost, LeaseLost, Quarantined, RequestError
 from coserve.serve.errors import ApiError
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSampler
@@ -28,6 +28,7 @@ from coserve.serve.tinker.schema import (
     TinkerBody,
 )
 from coserve.serve.tinker.sessions import ClientSessions
+from coserve.serve.tinker.turns import MOST_WAITING
 from coserve.serve.training.watch import TRAINED_TOKEN
 
 T = TypeVar("T")
@@ -190,6 +191,8 @@ class RunRequests:
         if self._sessions.futures.find(tenant.id, f"{id}:{number}") is None:
             with suppress(ApiError):
                 run = self._runs.find(tenant, id)
+                if not run.turns.next <= number < run.turns.next + MOST_WAITING:
+                    return
                 run.turns.skip(number)
                 task = asyncio.create_task(self._note_refused(run, number))
                 self._noting.add(task)
@@ -336,10 +339,14 @@ class _Started:
         return await self._task
 
     async def _submit(self, send: Callable[[], Awaitable[T]], change: int = 0) -> T:
-        waiting = send()
-        self._run.backlog.change = change or self._run.backlog.change
+        waiting, backlog = send(), self._run.backlog
+        backlog.change = change or backlog.change
         self._sent.set()
-        return await waiting
+        try:
+            return await waiting
+        except RequestError:
+            backlog.refused = change or backlog.refused
+            raise
 
 
 def _why(run: OpenRun, name: str) -> Waiting:

@@ -20,6 +20,7 @@ from coserve.serve.tinker.turns import MOST_WAITING, Turns
 
 log = logging.getLogger(__name__)
 _AGAIN: Final = 1.0  # seconds until the next attempt, while the database or the engine is away
+_AT_ONCE: Final = 2  # runs: the requests of one are 64 MiB at most
 _MOMENT: Final = 0.01  # seconds
 
 
@@ -29,6 +30,7 @@ class TakingOver:
     def __init__(self, sessions: ClientSessions, runs: Runs, requests: RunRequests) -> None:
         self._sessions, self._state = sessions, sessions.state
         self._runs, self._requests = runs, requests
+        self._turn = asyncio.Semaphore(_AT_ONCE)
 
     def begin(self, tenant: Tenant, id: str) -> "asyncio.Task[None]":
         """Brings a run here; the task ends once its requests are under way again, or it is lost."""
@@ -37,11 +39,13 @@ class TakingOver:
     async def _bring(self, tenant: Tenant, id: str) -> None:
         while True:
             try:
-                found = await self._state.store.run_log.read(id)
-                if found is None:
-                    await self._runs.note_lost(tenant.id, id, "its server is gone, and had not kept all of it")
-                else:
-                    await self._restore(tenant, id, found)
+                async with self._turn:
+                    found = await self._state.store.run_log.read(id)
+                    if found is None:
+                        why = "its server is gone, and had not kept all of it"
+                        await self._runs.note_lost(tenant.id, id, why)
+                    else:
+                        await self._restore(tenant, id, found)
                 return
             except (StateError, EngineLost) as error:
                 log.warning("the training run %s is not brought here yet: %s", id, error)
@@ -60,10 +64,14 @@ class TakingOver:
         else:
             run = await self._reopened(tenant, row, found)
             log.warning("the training run %s goes on here, with %d requests", id, len(found.requests))
-            for request in found.requests:
-                while request.number >= run.turns.next + MOST_WAITING and not run.trainer.is_over:
-                    await asyncio.sleep(_MOMENT)
-                await self._requests.repeat(run, request)
+            try:
+                for request in found.requests:
+                    while request.number >= run.turns.next + MOST_WAITING and not run.trainer.is_over:
+                        await asyncio.sleep(_MOMENT)
+                    await self._requests.repeat(run, request)
+            except (ApiError, CoserveError):
+                self._runs.close(run)
+                raise
         if not self._state.store.leases.has(LEASED, id):  # another server has taken it meanwhile
             for run in self._runs.open_runs(id):
                 self._runs.withdraw(run)
