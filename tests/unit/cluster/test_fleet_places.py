@@ -47,7 +47,7 @@ def test_workers_are_heard_while_one_loads_a_block_from_a_slow_disk(monkeypatch:
 
     fleet = ClusterFleet(SETTINGS, list, b"key")
     worker: Any = SimpleNamespace(
-        address="tcp:a:1", is_alive=True, check=checked.set, load=load, close=checked.set
+        address="tcp:a:1", is_alive=True, check=checked.set, load=load
     )
     fleet._workers = {worker.address: worker}
     for thread in fleet._threads:
@@ -58,7 +58,7 @@ def test_workers_are_heard_while_one_loads_a_block_from_a_slow_disk(monkeypatch:
             checked.clear()
             assert checked.wait(60.0), "nobody asks for signs of life while a block loads"
     finally:
-        worker.is_alive = False
+        fleet._workers = {}
         fleet.close()
         goes_on.set()
         for thread in fleet._threads:
