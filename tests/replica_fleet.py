@@ -57,7 +57,8 @@ _SOCKET: Final = ".s.PGSQL.5432"
 _STEPS: Final = 24
 _LINES: Final = 4  # of a batch, and items of an eval
 _MOST: Final = {"job": 4, "batch": 4, "eval": 8, "response": 12, "run": 4}  # of one history
-_ONCE: Final = ("file", "adapter", "job", "run", "batch", "eval", "response")  # what each client asks for
+# What each client asks for.
+_ONCE: Final = ("file", "adapter", "job", "run", "batch", "eval", "response", "answer")
 _WISHES: Final = (*_ONCE, "rival", "key", "answer", "answer", "remove", "pin")
 
 
@@ -131,9 +132,7 @@ def fleet(folder: Path, postgres: PostgresServer, store: ObjectStoreServer) -> I
         made = Fleet(members, postgres, url, store, adapters)
         # Both migrate the same new database at once.
         with forked():
-            starts = [
-                threading.Thread(target=stack.enter_context, args=(server,)) for server in made.servers
-            ]
+            starts = [threading.Thread(target=stack.enter_context, args=(server,)) for server in made.servers]
             for start in starts:
                 start.start()
             for start in starts:
@@ -228,7 +227,7 @@ class History:
         done = 0
         mine: dict[str, list[Asked]] = {"file": [], "adapter": []}
         with httpx.Client(timeout=30.0, trust_env=False, headers=self._headers) as http:
-            while not self._ends.is_set() or done < len(_ONCE) + 3:
+            while not self._ends.is_set() or done < len(_ONCE) + 2:
                 mark = f"h{self._seed}-{number}-{done}"
                 wish = _ONCE[done] if done < len(_ONCE) else draw.choice(_WISHES)
                 done += 1
@@ -407,7 +406,13 @@ class History:
         return reply.status_code == 200
 
     def _sure(
-        self, http: httpx.Client, draw: random.Random, method: str, path: str, patient: bool = False, **rest: Any
+        self,
+        http: httpx.Client,
+        draw: random.Random,
+        method: str,
+        path: str,
+        patient: bool = False,
+        **rest: Any,
     ) -> httpx.Response | None:
         """Asks one server after the other until one answers; None where the client gives up before, which
         one that is `patient` never does."""

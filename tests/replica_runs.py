@@ -1,5 +1,5 @@
-"""A `tinker` client's training run on several servers, by hand: each request goes to any of them, and what one
-does not answer another one is asked."""
+"""A `tinker` client's training run on several servers, by hand: each request goes to any of them, and what
+one does not answer another one is asked."""
 
 import time
 from collections.abc import Callable

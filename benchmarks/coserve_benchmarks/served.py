@@ -35,7 +35,8 @@ class Served:
     """One server over its state folder, through all its lives. Use it in a `with`: no process survives it.
 
     `settings` are fields of ServerSettings, and with `engine_` before them of EngineConfig. `patience` bounds
-    every wait, in seconds; `environment` is added to this process's. Methods raise ServerError where the server does not do what it should.
+    every wait, in seconds; `environment` is added to this process's. Methods raise ServerError where the
+    server does not do what it should.
     """
 
     def __init__(

@@ -179,7 +179,9 @@ def test_a_run_whose_server_hangs_goes_on_at_another_one_with_all_that_was_promi
         hang.go_on()
         await a.until(lambda: not a.app.state.tinker.runs._open)
         assert (await here.post("get_info", {"model_id": run})).status_code == 409
-        assert (await here.post("retrieve_future", {"request_id": late.json()["request_id"]})).status_code == 408
+        assert (
+            await here.post("retrieve_future", {"request_id": late.json()["request_id"]})
+        ).status_code == 408
         kept, count = await a.state.store.tinker_checkpoints.page("local", 0.0)
         assert (count, {row.tinker_path for row in kept}) == (2, {saved["path"], done})
         assert sorted(one.name for one in (b.state.store.folder / "tinker").iterdir() if one.name[0] != ".")

@@ -1,5 +1,5 @@
-"""Has the clock of a server's processes jump: `time.time` is ahead by the seconds in the file that CLOCK_AHEAD
-names. The monotonic clock is left alone, as on a machine whose time of day is set."""
+"""Has the clock of a server's processes jump: `time.time` is ahead by the seconds in the file that
+CLOCK_AHEAD names. The monotonic clock is left alone, as on a machine whose time of day is set."""
 
 import os
 import sys

@@ -58,9 +58,7 @@ def test_sessions_stay_and_no_request_is_lost_with_a_server(tmp_path: Path) -> N
             body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
             while True:  # nginx may not listen yet
                 try:
-                    reply = await http.post(
-                        "/v1/completions", json=body, headers={"x-session-id": session}
-                    )
+                    reply = await http.post("/v1/completions", json=body, headers={"x-session-id": session})
                     break
                 except httpx2.ConnectError:
                     await asyncio.sleep(0.02)

@@ -27,7 +27,16 @@ COUNT = int(os.environ.get("HISTORIES", "100"))
 SEED = int(os.environ.get("HISTORIES_SEED", "0"))
 AWAY = 60.0  # seconds
 # Of one history.
-LEAST = {"files": 3, "jobs": 1, "batches": 1, "adapters": 3, "answers": 1, "evals": 1, "responses": 1, "runs": 1}
+LEAST = {
+    "files": 3,
+    "jobs": 1,
+    "batches": 1,
+    "adapters": 3,
+    "answers": 1,
+    "evals": 1,
+    "responses": 1,
+    "runs": 1,
+}
 
 
 @pytest.fixture(scope="module")

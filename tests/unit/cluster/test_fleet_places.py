@@ -46,9 +46,7 @@ def test_workers_are_heard_while_one_loads_a_block_from_a_slow_disk(monkeypatch:
         raise Unreachable("the disk was too slow")
 
     fleet = ClusterFleet(SETTINGS, list, b"key")
-    worker: Any = SimpleNamespace(
-        address="tcp:a:1", is_alive=True, check=checked.set, load=load
-    )
+    worker: Any = SimpleNamespace(address="tcp:a:1", is_alive=True, check=checked.set, load=load)
     fleet._workers = {worker.address: worker}
     for thread in fleet._threads:
         thread.start()

@@ -80,7 +80,9 @@ def test_compose_starts_a_server_whose_flags_are_there() -> None:
     assert (database.username, database.path) == (owner["POSTGRES_USER"], f"/{owner['POSTGRES_DB']}")
     assert server["environment"]["PGPASSWORD"] == owner["POSTGRES_PASSWORD"] and database.password is None
     said = (DEPLOY / "compose.yaml").read_text()
-    assert f"keys create monitoring --database {given['--database']}\n" in said, "where the server looks for keys"
+    assert f"keys create monitoring --database {given['--database']}\n" in said, (
+        "where the server looks for keys"
+    )
     assert f"--owner coserve --mode 700 {given['--artifacts']}" in (DEPLOY / "Containerfile").read_text()
     assert server["ports"] == [f"{given['--port']}:{given['--port']}"]
     drain = float(given["--drain-seconds"])
@@ -140,7 +142,8 @@ def test_pods_are_probed_and_drained(pod: Any) -> None:
     assert ServerSettings(**SERVER, **fields).artifacts.startswith("s3://")
     secrets = re.findall(r"secretRef: .*# (.*)", (DEPLOY / "kubernetes" / "server.yaml").read_text())
     named = set(re.findall(r"\b(?:COSERVE|PG|AWS)_?[A-Z_]+", " ".join(secrets)))
-    assert {"COSERVE_DATABASE", "PGPASSWORD", "AWS_ACCESS_KEY_ID"} <= named and "database" in ServerSettings.__dataclass_fields__
+    assert {"COSERVE_DATABASE", "PGPASSWORD", "AWS_ACCESS_KEY_ID"} <= named
+    assert "database" in ServerSettings.__dataclass_fields__
     claims = of_kind("kubernetes/server.yaml", "StatefulSet")["spec"]["volumeClaimTemplates"]
     known = {one["metadata"]["name"] for one in claims} | {one["name"] for one in pod["volumes"]}
     assert {mount["name"] for mount in server["volumeMounts"]} == known

@@ -356,7 +356,14 @@ def _why(run: OpenRun, name: str) -> Waiting:
     return Waiting("active", f"{place} requests of the run are before it" if place else None)
 
 
-def _logged(kind: str, body: OptimStepRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest | LoadWeightsRequest) -> LoggedRequest:
+def _logged(
+    kind: str,
+    body: OptimStepRequest
+    | SaveWeightsRequest
+    | SaveWeightsForSamplerRequest
+    | SaveWeightsExternalRequest
+    | LoadWeightsRequest,
+) -> LoggedRequest:
     """A request as it is kept."""
     assert body.seq_id is not None
     return LoggedRequest(body.seq_id, kind, "", body.model_dump_json(exclude_unset=True).encode(), None)

@@ -1,4 +1,4 @@
-"""Going on with runs whose servers are gone: the oldest state that is kept of a run, and then its requests."""
+"""Going on with runs whose servers are gone: from the oldest state that is kept, with the requests since."""
 
 import asyncio
 import logging
