@@ -55,7 +55,7 @@ def view_of(url: str, headers: Mapping[str, str], notes: Notes, own: str) -> lis
         shown = [_shown_job(get, job) for job in marked(JOBS)]
         shown += [_shown_batch(get, one) for one in marked("/v1/batches")]
         shown += [_shown_run(pages, one) for one in runs()]
-        shown += [_shown_response(one) for one in responses()]
+        shown += [shown_response(one) for one in responses()]
         for file in pages("/v1/files"):
             if file["filename"].startswith(own):
                 content = get(f"/v1/files/{file['id']}/content").content
@@ -103,9 +103,12 @@ def _shown_run(pages: Callable[[str], Iterator[dict[str, Any]]], run: dict[str, 
     return Shown("eval", run["metadata"]["mark"], run["id"], digest, run["status"], numbers)
 
 
-def _shown_response(response: dict[str, Any]) -> Shown:
+def shown_response(response: dict[str, Any]) -> Shown:
+    """A response as a server shows it; one that has all the tokens that it may have is whole."""
     digest = hashlib.sha256(json.dumps(response["output"], sort_keys=True).encode()).hexdigest()
-    return Shown("response", response["metadata"]["mark"], response["id"], digest, response["status"])
+    is_long = (response.get("incomplete_details") or {}).get("reason") == "max_output_tokens"
+    status = "completed" if is_long else response["status"]
+    return Shown("response", response["metadata"]["mark"], response["id"], digest, status)
 
 
 def _weights(get: Get, name: str) -> str:

@@ -27,7 +27,8 @@ async def proxied(folder: Path, servers: list[str]) -> AsyncIterator[str]:
     addresses alone."""
     (text,) = re.findall(r"```nginx\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for number, url in enumerate(servers, 1):
-        assert text.count(own := f"10.0.0.{number}:8000") == 1
+        own = f"10.0.0.{number}:8000"
+        assert text.count(own) == 1
         text = text.replace(own, url.removeprefix("http://"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -20,7 +20,7 @@ from coserve_benchmarks.replicas.postgres import PostgresServer
 from object_store import object_store
 from replica_fleet import Fleet, History, fleet
 from replica_history import Notes, Shown, contradictions
-from replica_view import JOBS
+from replica_view import JOBS, shown_response
 from whole_server import until
 
 COUNT = int(os.environ.get("HISTORIES", "100"))
@@ -157,3 +157,9 @@ def test_the_checker_sees_what_must_not_be() -> None:
         assert any(said in sentence for sentence in found), (said, found)
     notes.answer("a", "2")
     assert contradictions(notes, {"a": good, "b": good}) == ["answers of a named the versions 1 and 2"]
+
+
+def test_a_response_may_end_with_its_last_token() -> None:
+    told = {"id": "i", "metadata": {"mark": "m"}, "output": [], "status": "incomplete"}
+    for reason, status in (("max_output_tokens", "completed"), ("content_filter", "incomplete")):
+        assert shown_response({**told, "incomplete_details": {"reason": reason}}).status == status

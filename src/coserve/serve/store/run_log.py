@@ -2,7 +2,8 @@
 
 A run's log is the requests that its owner has promised to carry out, as they were sent, since the oldest
 state that is kept of it; and that state. Request 0 is the one that made the run: without it a log is not
-whole, and nobody goes on from it. Every change compares the run's lease, so a server that has lost it changes nothing.
+whole, and nobody goes on from it. Every change compares the run's lease, so a server that has lost it changes
+nothing.
 """
 
 from collections.abc import Callable, Sequence
