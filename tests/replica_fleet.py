@@ -52,7 +52,7 @@ _LINK_STATES: Final[dict[str, tuple[LinkState, LinkState]]] = {
 _JUMPS: Final = (-864_000.0, -600.0, 600.0, 864_000.0)  # seconds: ten minutes and ten days
 _WRITES: Final = frozenset({"PUT", "POST"})
 _ALL: Final = frozenset({"GET", "HEAD", "PUT", "POST", "DELETE"})
-_HOOKS: Final = Path(__file__).with_name("replica_hooks")
+_CLOCK: Final = Path(__file__).with_name("jumping_clock")
 _SOCKET: Final = ".s.PGSQL.5432"
 _STEPS: Final = 24
 _LINES: Final = 4  # of a batch, and items of an eval
@@ -121,10 +121,12 @@ def fleet(folder: Path, postgres: PostgresServer, store: ObjectStoreServer) -> I
             environment = {
                 "AWS_ENDPOINT_URL": f"http://{at.hostname}:{port}",
                 "CLOCK_AHEAD": str(clock),
-                "ENGINE_PATIENCE": str(PATIENCE),
-                "PYTHONPATH": os.pathsep.join([str(_HOOKS), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join([str(_CLOCK), os.environ.get("PYTHONPATH", "")]),
             }
-            settings = {"engine_calibrate": False, "engine_cache_tokens": 4096, "checkpoint_steps": 4}
+            settings: dict[str, Any] = {
+                "engine_calibrate": False, "engine_cache_tokens": 4096, "checkpoint_steps": 4,
+                "engine_wait_seconds": PATIENCE,  # a busy machine takes minutes to start one
+            }  # fmt: skip
             server = Served(
                 tiny.path(), own, PATIENCE, environment, standby=False, artifacts=URL, require_keys=True,
                 database=url.replace(str(target), str(place)), **settings,

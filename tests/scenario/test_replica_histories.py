@@ -112,7 +112,7 @@ def test_a_job_trains_on_while_the_database_is_away_for_a_minute(servers: Fleet)
 
 def test_the_clock_of_a_server_can_jump(tmp_path: Path) -> None:
     (ahead := tmp_path / "ahead").write_text("864000")
-    clock = Path(__file__).parents[1] / "replica_hooks"
+    clock = Path(__file__).parents[1] / "jumping_clock"
     environment = {**os.environ, "PYTHONPATH": str(clock), "CLOCK_AHEAD": str(ahead)}
     told = subprocess.check_output([sys.executable, "-c", "import time; print(time.time())"], env=environment)
     assert 863_000.0 < float(told) - time.time() < 865_000.0

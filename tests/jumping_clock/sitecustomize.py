@@ -1,7 +1,5 @@
-"""What processes of servers in histories do at their start. Their clocks can jump: `time.time` is ahead by the
-seconds in the file that CLOCK_AHEAD names, while the monotonic clock is left alone, as on a machine whose
-time of day is set. And they wait for an engine for ENGINE_PATIENCE seconds, as a machine that is busy with
-other things may take minutes to start one."""
+"""Has the clock of a server's processes jump: `time.time` is ahead by the seconds in the file that
+CLOCK_AHEAD names. The monotonic clock is left alone, as on a machine whose time of day is set."""
 
 import os
 import sys
@@ -25,8 +23,3 @@ if _file:
     for _name, _module in list(sys.modules.items()):  # a fork has modules that have imported the function
         if _name.startswith("coserve") and vars(_module).get("time") is _real:
             _module.time = _time  # type: ignore[attr-defined]
-
-if (_patience := os.environ.get("ENGINE_PATIENCE")) and (
-    _link := sys.modules.get("coserve.serve.engine.link")
-):
-    _link.EngineLink.__init__.__defaults__ = (float(_patience),)
