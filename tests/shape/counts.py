@@ -144,10 +144,10 @@ def counted() -> list[Count]:
         # attention, positions and text parts. Of the second 1,617 are recurrent layers, 3,596 tensor
         # parallelism, 929 pipelines, 2,120 adapter methods, 2,250 tools and reasoning, 360 Anthropic's
         # dialect, 2,698 Responses, 2,666 OpenAI's graders, evals and further fields of jobs, 2,294 batches,
-        # embeddings and forms of answers, 1,560 the page, 2,600 what operators expect, 2,700 replicas, 3,900
+        # embeddings and forms of answers, 1,560 the page, 2,600 what operators expect, 3,450 replicas, 3,900
         # a cluster's workers and policies.
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 38_617, 28_000),
-        Count("lines of the package", lines(), 128_744, 82_000),
+        Count("lines of the package", lines(), 129_500, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 13, 0),

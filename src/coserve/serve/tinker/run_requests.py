@@ -62,7 +62,7 @@ class RunRequests:
             run.turns.skip(number)
         elif outcome is not None:
 
-            async def told(_: OpenRun, __: Submit) -> Payload:
+            async def told(_: OpenRun, __: SendInTurn) -> Payload:
                 return Payload.of(outcome)
 
             self._begin(run, number, request.kind, told)
@@ -79,7 +79,7 @@ class RunRequests:
     ) -> TinkerFuture:
         """A pass, forward and back unless `forward_only`; `data` is its body."""
 
-        async def pass_through(run: OpenRun, submit: "Submit") -> Payload:
+        async def pass_through(run: OpenRun, submit: "SendInTurn") -> Payload:
             if request.problem:
                 raise ApiError(400, request.problem)
             output = await submit(
@@ -104,7 +104,7 @@ class RunRequests:
         asked = body.adam_params.model_dump()
         params = AdamParams(**{**asked, "grad_clip_norm": asked["grad_clip_norm"] or None})
 
-        async def step(run: OpenRun, submit: "Submit") -> Payload:
+        async def step(run: OpenRun, submit: "SendInTurn") -> Payload:
             metrics = await submit(lambda: run.trainer.optim_step(params), body.seq_id)
             self._runs.handover.changed(run, is_load=False)
             return Payload.of({"type": "optim_step", "metrics": dict(metrics)})
@@ -114,7 +114,7 @@ class RunRequests:
     async def save_state(self, tenant: Tenant, body: SaveWeightsRequest, again: bool = False) -> TinkerFuture:
         """Saves weights and the optimizer's state."""
 
-        async def save(run: OpenRun, submit: "Submit") -> Payload:
+        async def save(run: OpenRun, submit: "SendInTurn") -> Payload:
             name = body.path or f"state-{body.seq_id}"
             row = self._checkpoint(run, "weights", name, body.ttl_seconds, body.user_metadata)
             said = {"type": "save_weights", "path": row.tinker_path}
@@ -131,7 +131,7 @@ class RunRequests:
         if (body.path is None) == (body.sampling_session_seq_id is None):
             raise ApiError(400, "Give either a path or a sampling_session_seq_id.", param="path")
 
-        async def save(run: OpenRun, submit: "Submit") -> Payload:
+        async def save(run: OpenRun, submit: "SendInTurn") -> Payload:
             name = body.path or f"temporary-{body.seq_id}"
             row = self._checkpoint(run, "sampler_weights", name, body.ttl_seconds, body.user_metadata)
             row.temporary = body.path is None
@@ -160,7 +160,7 @@ class RunRequests:
     ) -> TinkerFuture:
         """Saves weights in PEFT's format, for download."""
 
-        async def save(run: OpenRun, submit: "Submit") -> Payload:
+        async def save(run: OpenRun, submit: "SendInTurn") -> Payload:
             name = body.path or f"external-{body.seq_id}"
             row = self._checkpoint(run, "external_weights", name, body.ttl_seconds, None)
             said = {"type": "save_weights_external", "path": row.tinker_path}
@@ -175,7 +175,7 @@ class RunRequests:
             raise ApiError(400, "Name a model_id with a seq_id, or a session_id with a model_seq_id.")
         id, number = body.model_id, body.seq_id
 
-        async def load(run: OpenRun, submit: "Submit") -> Payload:
+        async def load(run: OpenRun, submit: "SendInTurn") -> Payload:
             async with in_use(self._state, tenant, body.path) as source:
                 check_source(source, body, run.row.base)
                 own = await run.trainer.take(self._state.store.folder / source.path)
@@ -209,7 +209,7 @@ class RunRequests:
         tenant: Tenant,
         id: str,
         request: LoggedRequest,
-        work: "Callable[[OpenRun, Submit], Coroutine[Any, Any, Payload]]",
+        work: "Callable[[OpenRun, SendInTurn], Coroutine[Any, Any, Payload]]",
         again: bool,
     ) -> TinkerFuture:
         """The future of a request of a run. Raises ApiError 404 for a run that is not open, 400 for a number
@@ -230,7 +230,7 @@ class RunRequests:
         run: OpenRun,
         number: int,
         kind: str,
-        work: "Callable[[OpenRun, Submit], Coroutine[Any, Any, Payload]]",
+        work: "Callable[[OpenRun, SendInTurn], Coroutine[Any, Any, Payload]]",
     ) -> TinkerFuture:
         """The future of a request, whose turn is over once it has been submitted to the engine, or has failed
         before that."""
@@ -293,7 +293,7 @@ class RunRequests:
         self,
         run: OpenRun,
         row: TinkerCheckpoint,
-        submit: "Submit",
+        submit: "SendInTurn",
         outcome: tuple[int, dict[str, Any]] | None = None,
         state: bool = False,
         replace: bool = False,
@@ -313,7 +313,7 @@ class RunRequests:
             await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
 
 
-class Submit(Protocol):
+class SendInTurn(Protocol):
     """Sends a command of a request in its turn; `change` is the request's number where it changes weights."""
 
     def __call__(self, send: Callable[[], Awaitable[T]], change: int = 0) -> Awaitable[T]: ...
@@ -322,7 +322,9 @@ class Submit(Protocol):
 class _Started:
     """Work of a request, which runs as a task; `submitted` ends once it has called `submit`, or has ended."""
 
-    def __init__(self, work: Callable[[OpenRun, Submit], Coroutine[Any, Any, Payload]], run: OpenRun) -> None:
+    def __init__(
+        self, work: Callable[[OpenRun, SendInTurn], Coroutine[Any, Any, Payload]], run: OpenRun
+    ) -> None:
         self._sent, self._run = asyncio.Event(), run
         self._task = asyncio.create_task(work(run, self._submit))
         self._task.add_done_callback(lambda _: self._sent.set())
