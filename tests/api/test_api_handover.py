@@ -1,6 +1,7 @@
 """Work whose server hangs goes on at another one; what the first one writes afterwards changes nothing."""
 
 import asyncio
+import re
 from collections.abc import Set
 from itertools import count
 from pathlib import Path
@@ -127,7 +128,9 @@ def test_jobs_and_batches_are_handed_over_and_their_old_server_publishes_nothing
         told = (await a.client().fine_tuning.jobs.list_events(job.id)).data
         assert sum(one.message.startswith("Checkpoint created at step 2") for one in told) == 1
         kept = [one.name for one in (a.state.store.folder / "files").iterdir()]
-        assert not [name for name in kept if batch.id.removeprefix("batch_") in name and ".2" not in name]
+        of_batch = [name for name in kept if batch.id.removeprefix("batch_") in name]
+        # The second owner, or a later one: a busy machine lets leases of two seconds end.
+        assert of_batch and all(re.search(r"\.[2-9]\d*\.jsonl$", name) for name in of_batch), of_batch
 
     tell(story, tmp_path, str(tmp_path / "common"))
 
