@@ -125,6 +125,7 @@ def fleet(folder: Path, postgres: PostgresServer, store: ObjectStoreServer) -> I
             }
             settings: dict[str, Any] = {
                 "engine_calibrate": False, "engine_cache_tokens": 4096, "checkpoint_steps": 4,
+                "engine_memory": "2GiB",  # and not what the machine has free at the moment of a start
                 "engine_wait_seconds": PATIENCE,  # a busy machine takes minutes to start one
             }  # fmt: skip
             server = Served(
