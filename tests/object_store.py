@@ -7,7 +7,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -70,6 +70,10 @@ class ObjectStoreServer:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     store: ObjectStoreServer
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a client that is killed, or cut off
+            super().handle()
 
     def log_message(self, *_: object) -> None:
         pass

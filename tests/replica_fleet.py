@@ -1,20 +1,23 @@
 """Two real servers with one PostgreSQL database and one artifact store, clients of both, and faults: kills,
-processes that stop for longer than a lease, the database gone, cut off, or behind a network that is slow and
-loses connections, a store that is full or slow."""
+processes that stop for longer than a lease, the database gone, a server that is cut off or behind a network
+that is slow and loses connections, a store that is full, slow or away, clocks that jump."""
 
 import hashlib
 import json
 import os
 import random
 import signal
-import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -27,108 +30,57 @@ from coserve_benchmarks.replicas.reloads import make_adapters
 from coserve_benchmarks.served import Served, Victim
 from forking import forked
 from object_store import URL, ObjectStoreServer
-from replica_history import Asked, Notes, Shown, contradictions
+from replica_history import Asked, Kind, Notes, contradictions
+from replica_network import Link, LinkState, tcp_link, unix_link
+from replica_runs import train
+from replica_view import AWAY, JOBS, PATIENCE, view_of
 
-JOBS: Final = "/v1/fine_tuning/jobs"
-PATIENCE: Final = 400.0  # seconds for anything that has to come to its end, on a machine that is busy
 CLIENTS: Final = 3
 LEASE: Final = (9.0, 14.0)  # seconds of a fault that outlasts a lease
 FAULTS: Final = (
     "everything is killed", "engine is killed", "API is killed", "server stops", "server is cut off",
-    "server's database hangs", "server's network is bad", "database is away", "store is full",
-    "store is slow",
+    "server's database hangs", "server's store hangs", "server's network is bad", "server's clock jumps",
+    "database is away", "store is full", "store is slow", "store is away",
 )  # fmt: skip
-_LINK_STATES: Final = {
-    "server is cut off": "cut", "server's database hangs": "held", "server's network is bad": "bad",
-}  # fmt: skip
-_AWAY: Final = (409, 429, 502, 503)  # 409 of a key whose request is under way
+# States of a server's links to the database and to the store.
+_LINK_STATES: Final[dict[str, tuple[LinkState, LinkState]]] = {
+    "server is cut off": ("cut", "cut"),
+    "server's database hangs": ("held", "open"),
+    "server's store hangs": ("open", "held"),
+    "server's network is bad": ("bad", "bad"),
+}
+_JUMPS: Final = (-864_000.0, -600.0, 600.0, 864_000.0)  # seconds: ten minutes and ten days
+_WRITES: Final = frozenset({"PUT", "POST"})
+_ALL: Final = frozenset({"GET", "HEAD", "PUT", "POST", "DELETE"})
+_CLOCK: Final = Path(__file__).with_name("jumping_clock")
 _SOCKET: Final = ".s.PGSQL.5432"
-_OVER: Final = ("completed", "failed", "expired", "cancelled")  # of batches
 _STEPS: Final = 24
-_LINES: Final = 4  # of a batch
-_LATENCY: Final = (0.01, 0.06)  # seconds of each piece on a bad network
-_LOSS: Final = 0.01  # of its pieces, each with its connection
-_MOST: Final = {"job": 4, "batch": 4}  # of one history
+_LINES: Final = 4  # of a batch, and items of an eval
+_MOST: Final = {"job": 4, "batch": 4, "eval": 8, "response": 12, "run": 4}  # of one history
+# What each client asks for.
+_ONCE: Final = ("file", "adapter", "job", "run", "batch", "eval", "response", "answer")
+_WISHES: Final = (*_ONCE, "rival", "key", "answer", "answer", "remove", "pin")
 
 
-class DatabaseLink:
-    """The way from one server to the database: a socket in a folder of its own. `open`, `cut`, where
-    connections break and none is made, `held`, where nothing passes and nobody is told, or `bad`, where
-    pieces come late and some are lost with their connection."""
+@dataclass(frozen=True)
+class FleetServer:
+    """A server, its ways to the database and to the store, and the file that has its clock jump."""
 
-    def __init__(self, folder: Path, target: Path) -> None:
-        self.folder, self._target, self._state = folder, target, "open"
-        self._flows = threading.Event()
-        self._flows.set()
-        self._lock, self._sockets = threading.Lock(), set[socket.socket]()
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(folder / _SOCKET))
-        self._listener.listen(64)
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def set(self, state: str) -> None:
-        """Changes the link's state. Connections that were held break."""
-        was, self._state = self._state, state
-        if state == "held":
-            self._flows.clear()
-            return
-        self._flows.set()
-        if state == "cut" or was == "held":
-            with self._lock:
-                for each in self._sockets:
-                    with suppress(OSError):
-                        each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.set("cut")
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.socket(socket.AF_UNIX)
-            try:
-                if self._state == "cut":
-                    raise ConnectionError
-                far.connect(str(self._target / _SOCKET))
-            except OSError:
-                near.close()
-                far.close()
-                continue
-            with self._lock:
-                self._sockets |= {near, far}
-            for one, other in ((near, far), (far, near)):
-                threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
-
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                self._flows.wait()
-                if self._state == "bad":
-                    time.sleep(random.uniform(*_LATENCY))
-                    if random.random() < _LOSS:
-                        break
-                target.sendall(data)
-        for each in (source, target):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            if source in self._sockets:
-                self._sockets.discard(source)
-                source.close()
+    served: Served
+    database: Link
+    store: Link
+    clock: Path
 
 
 class Fleet:
-    """Servers, their links to the database, and what is needed to ask them."""
+    """Servers, and what is needed to ask them."""
 
     def __init__(
-        self, servers: Sequence[Served], links: Sequence[DatabaseLink], postgres: PostgresServer, url: str,
-        store: ObjectStoreServer, adapters: Sequence[Path],
+        self, members: Sequence[FleetServer], postgres: PostgresServer, url: str, store: ObjectStoreServer,
+        adapters: Sequence[Path],
     ) -> None:  # fmt: skip
-        self.servers, self.links, self.postgres, self.url = servers, links, postgres, url
+        self.members, self.postgres, self.url = members, postgres, url
+        self.servers = [one.served for one in members]
         self.store, self.adapters = store, adapters
         self._lock = threading.Lock()
         self.secret = self.keys("create", "ann")["secret"]
@@ -155,22 +107,36 @@ def fleet(folder: Path, postgres: PostgresServer, store: ObjectStoreServer) -> I
     target = Path(url.partition("host=")[2])
     adapters = [Path(path) for path in make_adapters(folder / "adapters").values()]
     with ExitStack() as stack:
-        servers, links = list[Served](), list[DatabaseLink]()
+        members = list[FleetServer]()
+        at = urlsplit(store.url)
         for number in range(2):
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pg", dir="/tmp")))
-            links.append(DatabaseLink(place, target))
-            stack.callback(links[-1].close)
+            link = unix_link(str(place / _SOCKET), str(target / _SOCKET))
+            stack.callback(link.close)
+            assert at.hostname is not None and at.port is not None
+            store_link, port = tcp_link(at.hostname, at.port)
+            stack.callback(store_link.close)
             (own := folder / f"server-{number}").mkdir()
-            settings = {"engine_calibrate": False, "engine_cache_tokens": 4096, "checkpoint_steps": 4}
+            (clock := own / "ahead").write_text("0")
+            environment = {
+                "AWS_ENDPOINT_URL": f"http://{at.hostname}:{port}",
+                "CLOCK_AHEAD": str(clock),
+                "PYTHONPATH": os.pathsep.join([str(_CLOCK), os.environ.get("PYTHONPATH", "")]),
+            }
+            settings: dict[str, Any] = {
+                "engine_calibrate": False, "engine_cache_tokens": 4096, "checkpoint_steps": 4,
+                "engine_memory": "2GiB",  # and not what the machine has free at the moment of a start
+                "engine_wait_seconds": PATIENCE,  # a busy machine takes minutes to start one
+            }  # fmt: skip
             server = Served(
-                tiny.path(), own, PATIENCE, standby=False, artifacts=URL, require_keys=True,
+                tiny.path(), own, PATIENCE, environment, standby=False, artifacts=URL, require_keys=True,
                 database=url.replace(str(target), str(place)), **settings,
             )  # fmt: skip
-            servers.append(server)
-        made = Fleet(servers, links, postgres, url, store, adapters)
+            members.append(FleetServer(server, link, store_link, clock))
+        made = Fleet(members, postgres, url, store, adapters)
         # Both migrate the same new database at once.
         with forked():
-            starts = [threading.Thread(target=stack.enter_context, args=(server,)) for server in servers]
+            starts = [threading.Thread(target=stack.enter_context, args=(server,)) for server in made.servers]
             for start in starts:
                 start.start()
             for start in starts:
@@ -203,7 +169,10 @@ class History:
             for client in clients:
                 client.join()
         self._fleet.heal()
-        views = {server.url: self._view(server) for server in self._fleet.servers}
+        own = f"h{self._seed}-"
+        views = {
+            server.url: view_of(server.url, self._headers, self.notes, own) for server in self._fleet.servers
+        }
         return contradictions(self.notes, views)
 
     # Faults
@@ -211,7 +180,8 @@ class History:
     def _fault(self, what: str) -> None:
         draw, fleet = self._draw, self._fleet
         number = draw.randrange(len(fleet.servers))
-        server, link, seconds = fleet.servers[number], fleet.links[number], draw.uniform(*LEASE)
+        member, seconds = fleet.members[number], draw.uniform(*LEASE)
+        server = member.served
         self.faults.append(f"{what} ({number})")
         if what == "everything is killed":
             server.kill(Victim.EVERYTHING)
@@ -230,15 +200,22 @@ class History:
                         process.send_signal(how)
                 time.sleep(pause)
         elif what in _LINK_STATES:
-            link.set(_LINK_STATES[what])
+            states = _LINK_STATES[what]
+            for link, state in zip((member.database, member.store), states, strict=True):
+                link.set(state)
             time.sleep(seconds)
-            link.set("open")
+            for link in (member.database, member.store):
+                link.set("open")
+        elif what == "server's clock jumps":
+            member.clock.write_text(str(draw.choice(_JUMPS)))
+            time.sleep(seconds)
+            member.clock.write_text("0")
         elif what == "database is away":
             fleet.postgres.stop()
-            time.sleep(draw.choice((1.0, seconds, float(os.environ.get("HISTORIES_AWAY", "20")))))
+            time.sleep(draw.choice((1.0, seconds, 60.0)))
             fleet.postgres.start()
-        elif what == "store is full":
-            fleet.store.refuses = frozenset({"PUT"})
+        elif what in ("store is full", "store is away"):
+            fleet.store.refuses = _WRITES if what == "store is full" else _ALL
             time.sleep(seconds / 2)
             fleet.store.refuses = frozenset()
         else:
@@ -254,21 +231,9 @@ class History:
         done = 0
         mine: dict[str, list[Asked]] = {"file": [], "adapter": []}
         with httpx.Client(timeout=30.0, trust_env=False, headers=self._headers) as http:
-            while not self._ends.is_set() or done < 7:
+            while not self._ends.is_set() or done < len(_ONCE) + 2:
                 mark = f"h{self._seed}-{number}-{done}"
-                wishes = (
-                    "file",
-                    "adapter",
-                    "job",
-                    "batch",
-                    "rival",
-                    "key",
-                    "answer",
-                    "answer",
-                    "remove",
-                    "pin",
-                )
-                wish = wishes[done] if done < 4 else draw.choice(wishes)
+                wish = _ONCE[done] if done < len(_ONCE) else draw.choice(_WISHES)
                 done += 1
                 try:
                     self._wish(http, draw, wish, mark, mine)
@@ -293,8 +258,15 @@ class History:
                     "hyperparameters": {"n_epochs": 3, "batch_size": 4},
                 }  # fmt: skip
                 self._create(http, draw, asked, JOBS, json=body)
+        elif wish == "run" and self._has_room("run"):
+            train(partial(self._sure, http, draw, patient=True), self.notes, mark, self._base)
         elif wish == "batch" and self._has_room("batch"):
             self._batch(http, draw, mark)
+        elif wish == "eval" and self._has_room("eval"):
+            self._eval(http, draw, mark)
+        elif wish == "response" and self._has_room("response"):
+            body = {"model": self._base, "input": mark, "max_output_tokens": 16, "background": True}
+            self._create_once(http, draw, "response", mark, "0", "/v1/responses", body)
         elif wish == "adapter":
             mine["adapter"].append(self._import(http, draw, mark, mark))
         elif wish == "rival":  # clients of all servers want one name with contents of their own
@@ -356,6 +328,55 @@ class History:
             more = {"completion_window": "24h", "metadata": {"mark": mark}}
             self._create(http, draw, asked, "/v1/batches", json={**asking, **more})
 
+    def _eval(self, http: httpx.Client, draw: random.Random, mark: str) -> None:
+        """Makes an eval, of which there may be several unless the first request was answered, and runs it
+        once."""
+        template = [{"role": "user", "content": "{{item.word}}"}]
+        body: dict[str, Any] = {
+            "metadata": {"mark": mark},
+            "data_source_config": {"type": "custom", "item_schema": {"type": "object"}},
+            "testing_criteria": [{
+                "type": "string_check", "name": "same", "operation": "ne", "input": "{{item.word}}",
+                "reference": "none",
+            }],
+        }  # fmt: skip
+        reply = self._sure(http, draw, "POST", "/v1/evals", json=body)
+        if reply is None or reply.status_code != 201:
+            return self.notes.refuse(f"eval {mark}: {reply.text[:200]}") if reply is not None else None
+        content = [{"item": {"word": f"{mark} {n}"}} for n in range(_LINES)]
+        source = {
+            "type": "completions", "model": self._base, "sampling_params": {"max_completion_tokens": 2},
+            "source": {"type": "file_content", "content": content},
+            "input_messages": {"type": "template", "template": template},
+        }  # fmt: skip
+        path = f"/v1/evals/{reply.json()['id']}/runs"
+        self._create_once(http, draw, "eval", mark, str(_LINES), path, {"data_source": source})
+        return None
+
+    def _create_once(
+        self, http: httpx.Client, draw: random.Random, kind: Kind, mark: str, wanted: str, path: str,
+        body: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Asks for something that has no key, each time by a mark of its own, until an answer comes. Without
+        one it may be there or not, and once at most."""
+        end = time.monotonic() + PATIENCE
+        for attempt in count():
+            asked = self.notes.ask(kind, own := f"{mark}-{attempt}", wanted)
+            server = draw.choice(self._fleet.servers)
+            try:
+                reply = http.post(f"{server.url}{path}", json={**body, "metadata": {"mark": own}}, timeout=10)
+            except httpx.HTTPError:
+                reply = None
+            if reply is not None and reply.is_success:
+                asked.ids.append(str(reply.json()["id"]))
+                return self.notes.count(f"{kind}s")
+            if reply is not None and not self._is_away(reply):
+                return self.notes.refuse(f"{kind} {own}: {reply.status_code} {reply.text[:200]}")
+            if time.monotonic() > end:
+                return self.notes.refuse(f"POST {path}: nobody answered within {PATIENCE:g} s")
+            time.sleep(0.2)
+        return None
+
     def _import(self, http: httpx.Client, draw: random.Random, name: str, mark: str) -> Asked:
         """Imports an adapter; a name that others want too may have been theirs first."""
         source = draw.choice(self._fleet.adapters)
@@ -389,10 +410,17 @@ class History:
         return reply.status_code == 200
 
     def _sure(
-        self, http: httpx.Client, draw: random.Random, method: str, path: str, **rest: Any
+        self,
+        http: httpx.Client,
+        draw: random.Random,
+        method: str,
+        path: str,
+        patient: bool = False,
+        **rest: Any,
     ) -> httpx.Response | None:
-        """Asks one server after the other until one answers; None where the client gives up before."""
-        end, patient = time.monotonic() + PATIENCE, draw.random() < 0.9
+        """Asks one server after the other until one answers; None where the client gives up before, which
+        one that is `patient` never does."""
+        end, patient = time.monotonic() + PATIENCE, patient or draw.random() < 0.9
         while True:
             server = draw.choice(self._fleet.servers)
             try:
@@ -410,9 +438,9 @@ class History:
             time.sleep(0.2)
 
     def _is_away(self, reply: httpx.Response) -> bool:
-        if reply.status_code >= 500 and reply.status_code not in _AWAY:
+        if reply.status_code >= 500 and reply.status_code not in AWAY:
             self.notes.refuse(f"{reply.request.url.path}: {reply.status_code} {reply.text[:200]}")
-        return reply.status_code in _AWAY
+        return reply.status_code in AWAY
 
     def _model_of(self, http: httpx.Client, draw: random.Random, jobs: Sequence[Asked]) -> str:
         """The model of a job that has ended, if it has."""
@@ -420,88 +448,3 @@ class History:
             return ""
         reply = self._sure(http, draw, "GET", f"{JOBS}/{draw.choice(jobs).ids[0]}")
         return "" if reply is None else str(reply.json().get("fine_tuned_model") or "")
-
-    # What there is in the end
-
-    def _view(self, server: Served) -> list[Shown]:
-        """All of this history that one server shows. Returns when no job is under way any more."""
-        own = f"h{self._seed}-"
-        with httpx.Client(timeout=60.0, trust_env=False, headers=self._headers, base_url=server.url) as http:
-
-            def get(path: str, **query: Any) -> httpx.Response:
-                end = time.monotonic() + PATIENCE
-                while (reply := http.get(path, params=query)).status_code in _AWAY:
-                    assert time.monotonic() < end, reply.text
-                    time.sleep(0.2)
-                return reply
-
-            def pages(path: str) -> Iterator[dict[str, Any]]:
-                query: dict[str, Any] = {"limit": 100}
-                while True:
-                    page = get(path, **query).json()
-                    yield from page["data"]
-                    if not page["has_more"]:
-                        return
-                    query["after"] = page["data"][-1]["id"]
-
-            def jobs() -> list[dict[str, Any]]:
-                return [job for job in pages(JOBS) if (job["metadata"] or {}).get("mark", "").startswith(own)]
-
-            def batches() -> list[dict[str, Any]]:
-                return [one for one in pages("/v1/batches") if one["metadata"]["mark"].startswith(own)]
-
-            _until_over(jobs, lambda job: job["finished_at"])
-            _until_over(batches, lambda batch: batch["status"] in _OVER)
-            shown = [self._shown_job(get, job) for job in jobs()]
-            shown += [self._shown_batch(get, one) for one in batches()]
-            for file in pages("/v1/files"):
-                if file["filename"].startswith(own):
-                    content = get(f"/v1/files/{file['id']}/content").content
-                    mark = file["filename"].removesuffix(".jsonl")
-                    shown.append(Shown("file", mark, file["id"], hashlib.sha256(content).hexdigest()))
-            for card in pages("/v1/adapters"):
-                name = card["id"]
-                if name.startswith(own):
-                    shown.append(Shown("adapter", name, name, self._weights(get, name)))
-                    if card["pinned"]:
-                        shown.append(Shown("pin", name, name, "pinned"))
-            for kind, secret in list(self.notes.asked):
-                if kind == "key":
-                    told = http.get("/v1/models", headers={"Authorization": f"Bearer {secret}"})
-                    if told.status_code != 401:
-                        shown.append(Shown("key", secret, secret))
-        return shown
-
-    def _shown_job(self, get: Callable[..., httpx.Response], job: dict[str, Any]) -> Shown:
-        events = get(f"{JOBS}/{job['id']}/events", limit=1000).json()["data"]
-        steps = sorted(event["data"]["step"] for event in events if event["type"] == "metrics")
-        name = job["fine_tuned_model"]
-        content = "" if name is None else f"{name} {self._weights(get, name)}"
-        return Shown("job", job["metadata"]["mark"], job["id"], content, job["status"], tuple(steps))
-
-    @staticmethod
-    def _shown_batch(get: Callable[..., httpx.Response], batch: dict[str, Any]) -> Shown:
-        output = (
-            get(f"/v1/files/{batch['output_file_id']}/content").content if batch["output_file_id"] else b""
-        )
-        numbers = tuple(sorted(int(json.loads(line)["custom_id"]) for line in output.splitlines()))
-        digest = hashlib.sha256(output).hexdigest()
-        return Shown("batch", batch["metadata"]["mark"], batch["id"], digest, batch["status"], numbers)
-
-    @staticmethod
-    def _weights(get: Callable[..., httpx.Response], name: str) -> str:
-        reply = get(f"/v1/adapters/{name}/weights")
-        return (
-            hashlib.sha256(reply.content).hexdigest() if reply.is_success else f"status {reply.status_code}"
-        )
-
-
-def _until_over(
-    found: Callable[[], list[dict[str, Any]]], is_over: Callable[[dict[str, Any]], object]
-) -> None:
-    """Returns once all that is found is over."""
-    end = time.monotonic() + PATIENCE
-    while left := [one for one in found() if not is_over(one)]:
-        told = [(one["id"], one["status"], one.get("waiting_for")) for one in left]
-        assert time.monotonic() < end, f"not over after {PATIENCE:g} s: {told}"
-        time.sleep(0.3)

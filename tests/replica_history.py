@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-Kind = Literal["file", "job", "batch", "adapter", "key", "pin"]
-_ENDED: Final = {"job": "succeeded", "batch": "completed"}
+Kind = Literal["file", "job", "batch", "adapter", "key", "pin", "eval", "response", "run"]
+SAME: Final = 0.02  # of figures of equal runs: sums in another order of rows differ
+_ENDED: Final = {"job": "succeeded", "batch": "completed", "eval": "completed", "response": "completed"}
 
 
 @dataclass
 class Asked:
     """A thing that clients asked for. `ids` are those of the acknowledgements, `wanted` its content, or its
-    number of steps or lines; without it nobody was told which of several contents it has."""
+    number of steps, lines or items; without it nobody was told which of several contents it has."""
 
     kind: Kind
     mark: str
@@ -32,7 +33,8 @@ class Asked:
 @dataclass(frozen=True)
 class Shown:
     """A thing as a server shows it. `content` is its digest; of a job the name of its model, and `steps`
-    those that were told, in order; of a batch the digest of its results, and the lines that have one."""
+    those that were told, in order; of a batch the digest of its results, and the lines that have one; of an
+    eval's run that of its outcomes, and the items that have one."""
 
     kind: Kind
     mark: str
@@ -48,6 +50,7 @@ class Notes:
     def __init__(self) -> None:
         self.asked: dict[tuple[Kind, str], Asked] = {}
         self.versions: dict[str, set[str]] = defaultdict(set)  # that answers named, by the name of the model
+        self.figures: dict[int, list[dict[str, float]]] = defaultdict(list)  # of `tinker` runs, by step
         self.wrong: list[str] = []  # what clients saw themselves
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -61,6 +64,11 @@ class Notes:
         with self._lock:
             self.versions[model].add(version)
             self.counts["answers"] += 1
+
+    def figure(self, step: int, metrics: dict[str, float]) -> None:
+        """Notes what a run's client was told of its step."""
+        with self._lock:
+            self.figures[step].append(metrics)
 
     def count(self, what: str) -> None:
         with self._lock:
@@ -104,6 +112,13 @@ def contradictions(notes: Notes, views: Mapping[str, Sequence[Shown]]) -> list[s
     found += [
         f"{kind} {mark} differs between servers" for (kind, mark), of in contents.items() if len(of) > 1
     ]
+    for step, told in notes.figures.items():
+        if any(one["step"] != step for one in told):
+            found.append(f"step {step} of a run was told as {sorted(one['step'] for one in told)}")
+        for name in ("loss:mean", "grad_norm"):
+            values = [one[name] for one in told]
+            if max(values) - min(values) > SAME * abs(max(values)):
+                found.append(f"the {name} of step {step} differs between equal runs: {sorted(values)}")
     for model, versions in notes.versions.items():
         if len(versions) > 1:
             found.append(f"answers of {model} named the versions {' and '.join(sorted(versions))}")

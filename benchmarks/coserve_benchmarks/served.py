@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import httpx
@@ -35,10 +35,18 @@ class Served:
     """One server over its state folder, through all its lives. Use it in a `with`: no process survives it.
 
     `settings` are fields of ServerSettings, and with `engine_` before them of EngineConfig. `patience` bounds
-    every wait, in seconds. Methods raise ServerError where the server does not do what it should.
+    every wait, in seconds; `environment` is added to this process's. Methods raise ServerError where the
+    server does not do what it should.
     """
 
-    def __init__(self, model: Path, folder: Path, patience: float = 120.0, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        patience: float = 120.0,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        **settings: Any,
+    ) -> None:
         self.state = folder / "state"
         self.url, self.name = "", model.name
         self._console = folder / "console"
@@ -48,7 +56,8 @@ class Served:
         config.touch()
         given = {"model": model, "state": self.state, "port": 0, "config": config, **settings}
         foreign = {key: value for key, value in os.environ.items() if not key.startswith("COSERVE_")}
-        self._environment = foreign | {f"COSERVE_{key.upper()}": _text(value) for key, value in given.items()}
+        self._environment = {**foreign, **environment}
+        self._environment |= {f"COSERVE_{key.upper()}": _text(value) for key, value in given.items()}
 
     def __enter__(self) -> "Served":
         self.start()

@@ -1,6 +1,7 @@
 """Work whose server hangs goes on at another one; what the first one writes afterwards changes nothing."""
 
 import asyncio
+import re
 from collections.abc import Set
 from itertools import count
 from pathlib import Path
@@ -12,8 +13,10 @@ from test_api_replicas import tell
 
 from coserve.serve.store import leases
 from coserve.serve.store.leases import LeaseKey
-from serving import SECONDS, World
-from tinkering import Caller
+from coserve.serve.tinker import handover
+from coserve.wire.messages import LoadTraining, SessionCommand, StepOptimizer
+from serving import SECONDS, World, world
+from tinkering import Caller, passed, sent
 from training import Trainer, create, started
 
 
@@ -125,48 +128,116 @@ def test_jobs_and_batches_are_handed_over_and_their_old_server_publishes_nothing
         told = (await a.client().fine_tuning.jobs.list_events(job.id)).data
         assert sum(one.message.startswith("Checkpoint created at step 2") for one in told) == 1
         kept = [one.name for one in (a.state.store.folder / "files").iterdir()]
-        assert not [name for name in kept if batch.id.removeprefix("batch_") in name and ".2" not in name]
+        of_batch = [name for name in kept if batch.id.removeprefix("batch_") in name]
+        # The second owner, or a later one: a busy machine lets leases of two seconds end.
+        assert of_batch and all(re.search(r"\.[2-9]\d*\.jsonl$", name) for name in of_batch), of_batch
 
     tell(story, tmp_path, str(tmp_path / "common"))
 
 
-def test_a_run_whose_server_hangs_is_lost_and_a_new_one_goes_on_from_its_newest_state(
+async def insist(caller: Caller, path: str, body: dict[str, Any] | bytes) -> Any:
+    """A request's promise, as the client asks for it: again while the run is on its way."""
+    while (reply := await caller.post(path, body)).status_code == 409:
+        await asyncio.sleep(0.05)
+    return reply
+
+
+async def told(caller: Caller, future: str) -> Any:
+    """A future's result, as the client polls for it."""
+    while (reply := await caller.post("retrieve_future", {"request_id": future})).status_code == 408:
+        await asyncio.sleep(0.05)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_a_run_whose_server_hangs_goes_on_at_another_one_with_all_that_was_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(a: World, b: World) -> None:
         here, there = Caller(a), Caller(b)
         run = await here.run()
+        for number in (1, 2):
+            await here.result(await here.post("forward_backward", passed(run, number)))
+        await here.result(await here.post("optim_step", {"model_id": run, "seq_id": 3, "adam_params": {}}))
         saved = await here.result(
-            await here.post("save_weights", {"model_id": run, "seq_id": 1, "path": "x"})
+            await here.post("save_weights", {"model_id": run, "seq_id": 4, "path": "x"})
         )
+        assert (await here.post("optim_step", {"model_id": run, "seq_id": 5, "x": 1})).status_code == 400
         hang = Hang(a, monkeypatch)
-        asked = {"model_id": run, "seq_id": 2, "adam_params": {}}
-        while (told := await there.post("optim_step", asked)).status_code == 409:
-            await asyncio.sleep(0.05)
-        assert told.status_code == 400 and "its server is gone" in told.text
-        assert f"{saved['path']}: create_training_client_from_state_with_optimizer" in told.text
-        polled = await there.post("retrieve_future", {"request_id": f"{run}:2"})
-        assert polled.json()["category"] == "server" and saved["path"] in polled.json()["error"]
-        session = run.partition(":")[0]
-        again = {"session_id": session, "model_seq_id": 7, "path": saved["path"], "optimizer": True}
-        made = await there.result(await there.post("load_weights", again))
-        stepped = {"model_id": made["model_id"], "seq_id": 1, "adam_params": {}}
-        assert "metrics" in await there.result(await there.post("optim_step", stepped))
+        late = await here.post("save_weights", {"model_id": run, "seq_id": 6, "path": "late"})
+        await a.until(lambda: hang.waiting)  # it is promised, and not done
+        assert late.status_code == 200
 
-        late = asyncio.create_task(
-            here.result(await here.post("save_weights", {"model_id": run, "seq_id": 2, "path": "late"}))
-        )
-        await a.until(lambda: hang.waiting)
+        asked = {"model_id": run, "seq_id": 7, "adam_params": {}}
+        assert (await insist(there, "optim_step", asked)).status_code == 200
+        assert "metrics" in await told(there, f"{run}:7") and "metrics" in await told(there, f"{run}:3")
+        assert (await told(there, f"{run}:0"))["model_id"] == run
+        assert (await told(there, f"{run}:4"))["path"] == saved["path"]
+        done = (await told(there, f"{run}:6"))["path"]
+        names = [type(one).__name__ for one in sent(b, SessionCommand)]
+        steps = ["Forward", "Forward", "StepOptimizer"]
+        assert names == ["OpenTraining", *steps, "SaveTraining", "StepOptimizer"], "4 was done before"
+        assert b.state.store.leases.fence("tinker", run) == 2
+
         hang.go_on()
-        assert "another server has taken over" in (await late)["error"]
         await a.until(lambda: not a.app.state.tinker.runs._open)
-        while (gone := await here.post("get_info", {"model_id": run})).status_code == 409:
-            await asyncio.sleep(0.05)  # it has not read yet that the run is lost
-        assert (gone.status_code, "has told its client" in gone.text) == (400, True), gone.text
-        paths = [row.tinker_path for row in (await a.state.store.tinker_checkpoints.page("local", 0.0))[0]]
-        assert paths == [saved["path"]], "what a lost run saves has no row"
+        assert (await here.post("get_info", {"model_id": run})).status_code == 409
+        assert (
+            await here.post("retrieve_future", {"request_id": late.json()["request_id"]})
+        ).status_code == 408
+        kept, count = await a.state.store.tinker_checkpoints.page("local", 0.0)
+        assert (count, {row.tinker_path for row in kept}) == (2, {saved["path"], done})
+        assert sorted(one.name for one in (b.state.store.folder / "tinker").iterdir() if one.name[0] != ".")
+        ended = await there.result(await there.post("unload_model", {"model_id": run}))
+        assert ended["type"] == "unload_model"
+        assert await b.state.store.run_log.read(run) is None
 
     tell(story, tmp_path, str(tmp_path / "common"))
+
+
+def test_a_run_goes_on_after_a_restart_from_the_state_that_is_kept_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server keeps a state after each second step, and forgets what is before once the client has it."""
+    monkeypatch.setattr(handover, "STEPS", 2)
+
+    def step(run: str, number: int) -> dict[str, Any]:
+        return {"model_id": run, "seq_id": number, "adam_params": {}}
+
+    async def first() -> tuple[str, str]:
+        async with world(tmp_path, {}, {}) as it:
+            caller, log = Caller(it), it.state.store.run_log
+            run = await caller.run()
+            for number in (1, 2):
+                await caller.result(await caller.post("optim_step", step(run, number)))
+            await it.until(lambda: it.app.state.tinker.runs.open_runs(run)[0].backlog.newer is None)
+            await caller.post("optim_step", step(run, 3))  # whose result nobody reads
+            await it.until(lambda: len(sent(it, StepOptimizer)) == 3)
+            await caller.result(await caller.post("optim_step", step(run, 4)))
+            await it.until(lambda: it.app.state.tinker.runs.open_runs(run)[0].backlog.newer == 4)
+            found = await log.read(run)
+            assert found is not None
+            assert [state.number for state in found.states] == [2, 4]
+            assert [one.number for one in found.requests] == [3, 4], "as the client has no result of 3"
+            return run, str(found.states[0].path)
+
+    async def second(run: str, state: str) -> None:
+        async with world(tmp_path, {}, {}) as it:
+            caller = Caller(it)
+            assert "metrics" in await told(caller, f"{run}:3")
+            (load,) = sent(it, LoadTraining)
+            assert load.optimizer and sorted(one.name for one in Path(load.path).iterdir()) == sorted(
+                one.name for one in (it.state.store.folder / state).iterdir()
+            )
+            assert len(sent(it, StepOptimizer)) == 2
+            await told(caller, f"{run}:4")
+            assert (await insist(caller, "optim_step", step(run, 5))).status_code == 200
+            await told(caller, f"{run}:5")
+            gone = await caller.post("optim_step", step(run, 2))
+            assert gone.status_code == 400 and "was used by an earlier request" in gone.text
+
+    tmp_path.joinpath("state").mkdir()
+    asyncio.run(asyncio.wait_for(second(*asyncio.run(first())), SECONDS))
 
 
 def test_a_queued_job_goes_where_room_is(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from coserve.errors import StateError
 from coserve.serve.store import backup
 from coserve.serve.store.backup import DATABASE, MANIFEST, Manifest, back_up, restore
+from coserve.serve.store.migrate import head_revision
 from coserve.serve.store.store import Store
 from serving import Play, World
 
@@ -59,7 +60,7 @@ def test_damage_is_told_in_a_sentence(state: Path, tmp_path: Path, name: str) ->
 
 def forged(path: Path, members: dict[str, bytes], manifest: bytes | None = None) -> Path:
     files = {name: (len(data), backup.hashlib.sha256(data).hexdigest()) for name, data in members.items()}
-    told = msgspec.json.encode(Manifest("0019", 1, files)) if manifest is None else manifest
+    told = msgspec.json.encode(Manifest(head_revision(), 1, files)) if manifest is None else manifest
     with tarfile.open(path, "w") as tar:
         for name, data in {**members, MANIFEST: told}.items():
             info = tarfile.TarInfo(name)

@@ -193,9 +193,9 @@ def test_the_tables_name_what_is_there() -> None:
         assert name in (ROOT / test).read_text(), f"{test} does not run {name}"
 
 
-def only(tag: str) -> str:
-    """The text of the one block with a tag."""
-    (found,) = (one.text for one in blocks() if one.tag == tag)
+def only(tag: str, page: str = "docs/operating.md") -> str:
+    """The text of the one block of a page with a tag."""
+    (found,) = (one.text for one in blocks() if (one.tag, one.page) == (tag, page))
     return found
 
 

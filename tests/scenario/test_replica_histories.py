@@ -5,24 +5,38 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 
 from coserve_benchmarks.replicas.postgres import PostgresServer
 from object_store import object_store
-from replica_fleet import JOBS, Fleet, History, fleet
+from replica_fleet import Fleet, History, fleet
 from replica_history import Notes, Shown, contradictions
+from replica_view import JOBS, shown_response
 from whole_server import until
 
 COUNT = int(os.environ.get("HISTORIES", "100"))
 SEED = int(os.environ.get("HISTORIES_SEED", "0"))
 AWAY = 60.0  # seconds
-LEAST = {"files": 3, "jobs": 1, "batches": 1, "adapters": 3, "answers": 1}  # of one history
+# Of one history.
+LEAST = {
+    "files": 3,
+    "jobs": 1,
+    "batches": 1,
+    "adapters": 3,
+    "answers": 1,
+    "evals": 1,
+    "responses": 1,
+    "runs": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +110,18 @@ def test_a_job_trains_on_while_the_database_is_away_for_a_minute(servers: Fleet)
         assert [one["filename"] for one in page].count("minute.jsonl") == 1, "what was refused is not there"
 
 
+def test_the_clock_of_a_server_can_jump(tmp_path: Path) -> None:
+    (ahead := tmp_path / "ahead").write_text("864000")
+    clock = Path(__file__).parents[1] / "jumping_clock"
+    environment = {**os.environ, "PYTHONPATH": str(clock), "CLOCK_AHEAD": str(ahead)}
+    told = subprocess.check_output([sys.executable, "-c", "import time; print(time.time())"], env=environment)
+    assert 863_000.0 < float(told) - time.time() < 865_000.0
+
+
 def test_the_checker_sees_what_must_not_be() -> None:
     notes = Notes()
-    for kind, wanted in (("file", "x"), ("job", "2"), ("batch", "2"), ("pin", "pinned")):
+    asked = {"file": "x", "job": "2", "batch": "2", "pin": "pinned", "eval": "2", "response": "0"}
+    for kind, wanted in asked.items():
         notes.ask(kind, "m", wanted).ids.append("i")  # type: ignore[arg-type]
     removed = notes.ask("key", "k")
     removed.removal_asked = removed.removed = True
@@ -106,7 +129,8 @@ def test_the_checker_sees_what_must_not_be() -> None:
     notes.answer("a", "1")
     job = Shown("job", "m", "i", "name weights", "succeeded", (1, 2))
     batch = Shown("batch", "m", "i", "results", "completed", (1, 2))
-    good = [Shown("file", "m", "i", "x"), batch, Shown("pin", "m", "i", "pinned"), job]
+    run, response = replace(batch, kind="eval"), replace(batch, kind="response", steps=())
+    good = [Shown("file", "m", "i", "x"), batch, Shown("pin", "m", "i", "pinned"), job, run, response]
     assert contradictions(notes, {"a": good, "b": good}) == []
     for bad, said in (
         (good[1:], "is lost"),
@@ -114,9 +138,13 @@ def test_the_checker_sees_what_must_not_be() -> None:
         ([*good, Shown("file", "other", "i")], "never asked for"),
         ([*good, Shown("key", "k", "k")], "was removed and is there"),
         ([*good, *[Shown("file", "unsure", "i", "x")] * 2], "is there 2 times"),
-        ([*good[:3], Shown("job", "m", "i", "name weights", "succeeded", (1, 1, 2))], "told the steps"),
-        ([*good[:3], Shown("job", "m", "i", "name others", "succeeded", (1, 2))], "differs between"),
-        ([*good[:3], Shown("job", "m", "i", "name weights", "failed", (1, 2))], "is failed in the end"),
+        ([*good[:3], replace(job, steps=(1, 1, 2)), *good[4:]], "told the steps"),
+        ([*good[:3], replace(job, content="name others"), *good[4:]], "differs between"),
+        ([*good[:3], replace(job, status="failed"), *good[4:]], "is failed in the end"),
+        ([*good[:4], replace(run, steps=(1,)), response], "told the steps"),
+        ([*good[:4], replace(run, steps=(1, 2, 2)), response], "told the steps"),
+        ([*good[:5], replace(response, status="failed")], "is failed in the end"),
+        (good[:5], "is lost"),
         ([good[0], replace(batch, steps=(1,)), *good[2:]], "told the steps"),
         ([good[0], replace(batch, steps=(1, 1, 2)), *good[2:]], "told the steps"),
         ([good[0], replace(batch, content="others"), *good[2:]], "differs between"),
@@ -129,3 +157,9 @@ def test_the_checker_sees_what_must_not_be() -> None:
         assert any(said in sentence for sentence in found), (said, found)
     notes.answer("a", "2")
     assert contradictions(notes, {"a": good, "b": good}) == ["answers of a named the versions 1 and 2"]
+
+
+def test_a_response_may_end_with_its_last_token() -> None:
+    told = {"id": "i", "metadata": {"mark": "m"}, "output": [], "status": "incomplete"}
+    for reason, status in (("max_output_tokens", "completed"), ("content_filter", "incomplete")):
+        assert shown_response({**told, "incomplete_details": {"reason": reason}}).status == status

@@ -3,19 +3,24 @@ job whose server dies ends on the other."""
 
 import json
 import os
+import re
 import signal
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import tinker
+from tinker import types
 from typer.testing import CliRunner
 
 from coserve.cli.app import app
 from coserve_benchmarks.replicas.postgres import PostgresServer
+from replica_network import Link
 from whole_server import Server, children_of, until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("forks")]
@@ -23,6 +28,7 @@ pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("forks")]
 SHARED = ("files", "jobs", "adapters", "uploads", "batches", "tinker")
 FREQUENT = {"COSERVE_CHECKPOINT_STEPS": "5"}
 HAND_OVER = 15.0  # seconds from the owner's end to the first step on the other server
+RUN_STEPS = 42  # of a `tinker` client: a state is kept after 32
 SEEN = 5.0  # seconds until a revoked key is refused everywhere
 
 
@@ -113,3 +119,55 @@ def test_what_one_server_does_the_other_knows(tmp_path: Path, postgres: Postgres
         assert figures() == list(range(1, 8 * 30 + 1))
         names = [model["id"] for model in other.get("/v1/models", headers=own).json()["data"]]
         assert names.count(other.get(path, headers=own).json()["fine_tuned_model"]) == 1
+
+
+@contextmanager
+def routed(servers: list[Server]) -> Iterator[str]:
+    """Context with a router, which takes the first server that lives; its address."""
+
+    def connect() -> socket.socket:
+        for server in servers:
+            if server.process.poll() is None:
+                return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        raise ConnectionRefusedError
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    link = Link(listener, connect)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        link.close()
+
+
+def trained(url: str, seed: int, at: dict[int, Callable[[], object]]) -> tuple[list[float], list[float]]:
+    """Trains a run with the `tinker` client, as its users' programs do: passes and steps on their way
+    together. `at` is called before some steps. Returns what steps were told as, and the losses."""
+    steps, losses = list[float](), list[float]()
+    with tinker.ServiceClient(base_url=url, api_key="tml-unused") as service:
+        run = service.create_lora_training_client(base_model="coserve-tiny", rank=4, seed=seed).result()
+        pending = []
+        for number in range(1, RUN_STEPS + 1):
+            at.get(number, lambda: None)()
+            tokens = [(7 * number + place) % 200 + 20 for place in range(24)]
+            inputs = {"target_tokens": tokens[1:], "weights": [1.0] * 23}
+            datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+            passed = run.forward_backward([datum], "cross_entropy")
+            pending.append((passed, run.optim_step(types.AdamParams(learning_rate=1e-3))))
+            if number % 3 == 0:  # some have results that nobody has fetched when the server dies
+                for one, stepped in pending:
+                    losses.append(one.result().metrics["loss:sum"])
+                    steps.append((stepped.result().metrics or {})["step"])
+                pending = []
+    return steps, losses
+
+
+def test_a_tinker_program_goes_on_when_its_server_is_killed(tmp_path: Path, postgres: PostgresServer) -> None:
+    """It is killed after the server has kept a state, and is another one's program of equal figures."""
+    with two_servers(tmp_path, postgres.database()) as (one, two), routed([one, two]) as url:
+        steps, losses = trained(url, 1, {RUN_STEPS - 4: lambda: kill_all(one)})
+        assert steps == list(range(1, RUN_STEPS + 1)), "each step is done once"
+        told = "".join(file.read_text() for file in (two.state / "log").iterdir() if file.is_file())
+        (repeated,) = re.findall(r"goes on here, with (\d+) requests", told)
+        assert int(repeated) <= 2 * (RUN_STEPS - 32), "it begins with a state"
+        again, others = trained(two.url, 1, {})
+        assert again == steps and losses == pytest.approx(others, rel=1e-2)

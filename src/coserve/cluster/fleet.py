@@ -78,7 +78,10 @@ class ClusterFleet:
         self._sites = b""
         self._placing = threading.RLock()  # blocks are placed by one thread at a time
         self._is_closed = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="coserve-cluster", daemon=True)
+        self._threads = [
+            threading.Thread(target=work, name=f"coserve-cluster-{name}", daemon=True)
+            for name, work in (("beat", self._beat), ("place", self._keep_placed))
+        ]
 
     def open(self) -> list[list[Site]]:
         """Connects the workers and loads every block; returns the blocks' sites. Raises ConfigError where
@@ -88,7 +91,8 @@ class ClusterFleet:
             told = "; ".join(self._refused.values()) or "none of their addresses answers"
             raise ConfigError(f"engine.cluster has no workers: {told}")
         first = self.place()
-        self._beating.start()
+        for thread in self._threads:
+            thread.start()
         return [decode_sites(one.loaded.sites) for one in first]
 
     def tell_sites(self, sites: Mapping[str, Site]) -> None:
@@ -158,12 +162,18 @@ class ClusterFleet:
                     del self._workers[address]
 
     def _beat(self) -> None:
-        """Asks workers for signs of life, and looks for ones that have come, or come back."""
+        """Asks workers for signs of life. It does nothing else: `check` counts from its own questions, and a
+        block that loads for long, or an address that does not answer, would make all workers look dead."""
         while not self._is_closed.wait(_BEAT):
             with self._lock:
                 workers = list(self._workers.values())
             for worker in workers:
                 worker.check()
+
+    def _keep_placed(self) -> None:
+        """Looks for workers that have come, or come back, and has every block be on as many as there are to
+        be."""
+        while not self._is_closed.wait(_BEAT):
             self._connect()
             try:
                 self.place()

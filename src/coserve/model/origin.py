@@ -86,8 +86,8 @@ def fingerprint_of(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Content hash of the configuration and of every tensor, by name: it identifies the base, and keys
-    caches. `linears` are paths of linears; those of them whose tensors are `elsewhere` have their
-    digests there, and give the same hash."""
+    caches, wherever the model's folder is. `linears` are paths of linears; those of them whose tensors are
+    `elsewhere` have their digests there, and give the same hash."""
     found: dict[str, dict[str, bytes]] = {path: {} for path in linears if path not in elsewhere}
     rest = {}
     for name, content in contents.items():
@@ -97,8 +97,8 @@ def fingerprint_of(
         else:
             rest[name] = content
     digests = {path: digest_of(own) for path, own in found.items()} | dict(elsewhere)
-    whole = hashlib.sha256(config.to_json_string(use_diff=False).encode())
-    whole.update(f"{digest_of(rest)} {linears_digest(digests)}\n".encode())
+    parts = configuration_digest(config), digest_of(rest), linears_digest(digests)
+    whole = hashlib.sha256(f"{' '.join(parts)}\n".encode())
     if quantized != "none":
         whole.update(quantized.encode())
     return whole.hexdigest()[:16]

@@ -1,11 +1,16 @@
 """Blocks are loaded by workers with the fewest, beside the blocks before and behind."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from coserve.cluster import fleet as fleets
 from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.hosted import BlockSettings, HostedBlock
 from coserve.cluster.messages import BlockLoaded, LoadBlock
+from coserve.errors import Unreachable
 
 SETTINGS = BlockSettings(LoadBlock(0, "m", "", 0, 4, "float32", 4, 8, 4), blocks=4, copies=1)
 
@@ -29,3 +34,30 @@ def test_neighbouring_blocks_are_on_one_host() -> None:
     assert worker is not None and worker.address == "tcp:a:2", (
         "its own worker and one that is refused are not"
     )
+
+
+def test_workers_are_heard_while_one_loads_a_block_from_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "_BEAT", 0.01)
+    loads, goes_on, checked = threading.Event(), threading.Event(), threading.Event()
+
+    def load(_: LoadBlock) -> BlockLoaded:
+        loads.set()
+        goes_on.wait()
+        raise Unreachable("the disk was too slow")
+
+    fleet = ClusterFleet(SETTINGS, list, b"key")
+    worker: Any = SimpleNamespace(address="tcp:a:1", is_alive=True, check=checked.set, load=load)
+    fleet._workers = {worker.address: worker}
+    for thread in fleet._threads:
+        thread.start()
+    try:
+        assert loads.wait(60.0)
+        for _ in range(3):
+            checked.clear()
+            assert checked.wait(60.0), "nobody asks for signs of life while a block loads"
+    finally:
+        fleet._workers = {}
+        fleet.close()
+        goes_on.set()
+        for thread in fleet._threads:
+            thread.join(60.0)

@@ -78,7 +78,12 @@ def test_compose_starts_a_server_whose_flags_are_there() -> None:
     database = urlsplit(given["--database"])
     owner = compose["services"][database.hostname]["environment"]
     assert (database.username, database.path) == (owner["POSTGRES_USER"], f"/{owner['POSTGRES_DB']}")
-    assert str(database.password).rstrip("}") in owner["POSTGRES_PASSWORD"]
+    assert server["environment"]["PGPASSWORD"] == owner["POSTGRES_PASSWORD"] and database.password is None
+    said = (DEPLOY / "compose.yaml").read_text()
+    assert f"keys create monitoring --database {given['--database']}\n" in said, (
+        "where the server looks for keys"
+    )
+    assert f"--owner coserve --mode 700 {given['--artifacts']}" in (DEPLOY / "Containerfile").read_text()
     assert server["ports"] == [f"{given['--port']}:{given['--port']}"]
     drain = float(given["--drain-seconds"])
     assert int(server["stop_grace_period"].removesuffix("s")) > drain + CHECKPOINT_SECONDS
@@ -135,6 +140,10 @@ def test_pods_are_probed_and_drained(pod: Any) -> None:
     assert pod["terminationGracePeriodSeconds"] > pause + drain + CHECKPOINT_SECONDS
     fields = {"artifacts": given["--artifacts"], "max_artifact_bytes": int(given["--max-artifact-bytes"])}
     assert ServerSettings(**SERVER, **fields).artifacts.startswith("s3://")
+    secrets = re.findall(r"secretRef: .*# (.*)", (DEPLOY / "kubernetes" / "server.yaml").read_text())
+    named = set(re.findall(r"\b(?:COSERVE|PG|AWS)_?[A-Z_]+", " ".join(secrets)))
+    assert {"COSERVE_DATABASE", "PGPASSWORD", "AWS_ACCESS_KEY_ID"} <= named
+    assert "database" in ServerSettings.__dataclass_fields__
     claims = of_kind("kubernetes/server.yaml", "StatefulSet")["spec"]["volumeClaimTemplates"]
     known = {one["metadata"]["name"] for one in claims} | {one["name"] for one in pod["volumes"]}
     assert {mount["name"] for mount in server["volumeMounts"]} == known

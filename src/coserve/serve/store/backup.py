@@ -45,7 +45,12 @@ _ENTRIES: Final = {
     "batches": "SELECT id FROM batches",
     "uploads": "SELECT id FROM uploads",
 }
-_PATHS: Final = ("adapters", "checkpoints", "tinker_checkpoints")  # tables whose rows have a `path`
+_PATHS: Final = (
+    "adapters",
+    "checkpoints",
+    "tinker_checkpoints",
+    "tinker_states",
+)  # tables whose rows have a `path`
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -629,6 +629,33 @@ class LeaseRecord(TableRow):
     expires: Mapped[float]
 
 
+class TinkerRequest(TableRow):
+    """A part of a request that a training run has accepted, as it was sent, by its number: see `run_log.py`.
+    Part 0 is written last, and has the outcome."""
+
+    __tablename__ = "tinker_requests"
+
+    run: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    part: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kind: Mapped[str]
+    encoding: Mapped[str]
+    data: Mapped[bytes]
+    outcome: Mapped[JsonObject | None] = mapped_column(default=None)
+
+
+class TinkerState(TableRow):
+    """A state of a training run after a request, in a folder of its own as `Adapter.path`; without the state
+    of an `optimizer` that begins anew."""
+
+    __tablename__ = "tinker_states"
+
+    run: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    path: Mapped[Path]
+    optimizer: Mapped[bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Page(Generic[R]):
     """A page of a list; `has_more` tells whether records follow."""

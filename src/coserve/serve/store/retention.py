@@ -15,14 +15,18 @@ from coserve.serve.store.records import (
     CheckpointRecord,
     Event,
     JobRecord,
+    LeaseRecord,
     QuarantineRecord,
     Record,
     TinkerCheckpoint,
+    TinkerRequest,
     TinkerRun,
     TinkerSampler,
     TinkerSession,
+    TinkerState,
     UploadRecord,
 )
+from coserve.serve.store.tinker import LEASED
 
 MOST: Final = 500  # rows that one turn deletes: the writing thread is shared
 
@@ -37,11 +41,12 @@ class RetentionStore:
     async def sweep(self, before: float) -> bool:
         """Deletes some of what ended before this time (Unix seconds): jobs of which there is no model, with
         their events and checkpoints; `tinker` sessions without use since then, with samplers and runs, but
-        for runs that have checkpoints; batches; uploads; and quarantine. True where more may be left."""
+        for runs that have checkpoints; logs of runs that nobody has had since then; batches; uploads; and
+        quarantine. True where more may be left."""
         turn = _Turn(int(before), MOST)
         folders = await self._database.write(turn.sweep)
-        for job in folders:
-            await self._artifacts.discard(self._jobs / job)
+        for folder in folders:
+            await self._artifacts.discard(self._jobs.parent / folder)
         return turn.left <= 0
 
 
@@ -51,15 +56,15 @@ class _Turn:
     def __init__(self, before: int, left: int) -> None:
         self._before, self.left = before, left
 
-    def sweep(self, session: Session) -> list[str]:
-        """Deletes rows; returns the jobs whose folders may go."""
+    def sweep(self, session: Session) -> list[Path]:
+        """Deletes rows; returns paths of folders that may go."""
         self._delete(session, QuarantineRecord, QuarantineRecord.created <= self._before)
         self._delete(session, BatchRecord, BatchRecord.ended <= self._before)
         over = UploadRecord.status != "pending", UploadRecord.created <= self._before
         self._delete(session, UploadRecord, and_(*over))
-        gone = self._jobs(session)
+        gone = [Path("jobs") / job for job in self._jobs(session)]
         self._sessions(session)
-        return gone
+        return gone + self._logs(session)
 
     def _jobs(self, session: Session) -> list[str]:
         has_model = select(Adapter.id).where(Adapter.job == JobRecord.id).exists()
@@ -98,6 +103,20 @@ class _Turn:
         self._delete(session, TinkerRun, TinkerRun.session.in_(names) & ~is_saved)
         is_empty = ~has_samplers & ~has_saved & ~has_unsaved
         self._delete(session, TinkerSession, TinkerSession.id.in_(names) & is_empty)
+
+    def _logs(self, session: Session) -> list[Path]:
+        """Logs of runs whose server is gone, and whose clients have not asked another one."""
+        run = TinkerRequest.run
+        is_had = select(LeaseRecord.subject).where(
+            LeaseRecord.kind == LEASED, LeaseRecord.subject == run, LeaseRecord.expires > self._before
+        )
+        is_used = select(TinkerRun.id).where(TinkerRun.id == run, TinkerRun.used > self._before)
+        old = select(run).where(~is_had.exists(), ~is_used.exists()).distinct().limit(1)
+        runs = session.scalars(old).all()
+        states = session.scalars(select(TinkerState.path).where(TinkerState.run.in_(runs))).all()
+        session.execute(delete(TinkerState).where(TinkerState.run.in_(runs)))
+        session.execute(delete(TinkerRequest).where(TinkerRequest.run.in_(runs)))
+        return list(states)
 
     def _delete(self, session: Session, kind: type[Record], wanted: ColumnElement[bool]) -> None:
         """Deletes the oldest rows that are wanted, as many as this turn may."""

@@ -6,7 +6,7 @@
     adapters/       finished and imported adapters
     uploads/        parts of uploads that are pending
     batches/        batches under way: their input, and results so far
-    tinker/         checkpoints of `tinker` clients
+    tinker/         checkpoints of `tinker` clients, and states from which other servers go on
     usage/          a journal of what was used, until it is in the database
 
 A row's files are on disk, and where other servers find them (`artifacts`), before the row is added, and
@@ -51,9 +51,11 @@ from coserve.serve.store.records import (
     File,
     JobRecord,
     TinkerCheckpoint,
+    TinkerState,
 )
 from coserve.serve.store.responses import ResponseStore
 from coserve.serve.store.retention import RetentionStore
+from coserve.serve.store.run_log import RunLog
 from coserve.serve.store.stored_chats import ChatStore
 from coserve.serve.store.tenants import TenantStore
 from coserve.serve.store.tinker import TinkerCheckpointStore, TinkerSessionStore
@@ -73,6 +75,7 @@ def artifacts_of_rows(session: Session) -> dict[str, set[str]]:
     for part, paths in (
         ("adapters", Adapter.path),
         ("tinker", TinkerCheckpoint.path),
+        ("tinker", TinkerState.path),
         ("jobs", CheckpointRecord.path),
     ):
         known[part] |= {str(path) for path in session.scalars(select(paths))}
@@ -131,6 +134,7 @@ class Store:
         self.tinker_checkpoints = TinkerCheckpointStore(
             self._database, self.folder, quotas, self.artifacts, self.leases
         )
+        self.run_log = RunLog(self._database, self.folder, self.artifacts, self.leases)
         self.responses = ResponseStore(self._database, quotas, self.leases)
         self.conversations = ConversationStore(self._database, quotas)
         self.chats = ChatStore(self._database, clock, quotas)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import ColumnElement, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, delete, func, or_, select, union_all, update
 from sqlalchemy.orm import Session
 
 from coserve.serve.artifacts.local import ArtifactStore
@@ -17,9 +17,11 @@ from coserve.serve.store.records import (
     Adapter,
     Record,
     TinkerCheckpoint,
+    TinkerRequest,
     TinkerRun,
     TinkerSampler,
     TinkerSession,
+    TinkerState,
 )
 
 R = TypeVar("R", bound=Record)
@@ -161,10 +163,14 @@ class TinkerCheckpointStore:
         await self._database.read(lambda session: self._quotas.check_storage(session, tenant, 1))
 
     async def add(
-        self, row: TinkerCheckpoint, replace: bool = False, copied: bool = False
+        self,
+        row: TinkerCheckpoint,
+        replace: bool = False,
+        copied: bool = False,
+        outcome: tuple[int, dict[str, Any]] | None = None,
     ) -> TinkerCheckpoint | None:
         """Adds a checkpoint whose folder is on disk, and returns the one that it replaces. It is of a run of
-        this server, unless it was `copied`.
+        this server, unless it was `copied`, and the `outcome` of the run's request with a number.
 
         Raises FileExistsError for a path in use unless `replace`, QuotaExceeded, LeaseLost where another
         server has told that the run is lost, and StateError where the artifact store is away.
@@ -187,6 +193,8 @@ class TinkerCheckpointStore:
                 session.delete(before)
                 session.flush()
             session.add(row)
+            if outcome is not None:
+                note_outcome(session, row.run, *outcome)
             return before
 
         return await self._database.write(write)
@@ -229,12 +237,14 @@ class TinkerCheckpointStore:
         return await self._database.read(lambda session: tuple(session.scalars(found)))
 
     async def sweep(self, folder: Path) -> None:
-        """Removes temporary checkpoints and folders without a row, left by a killed server. Temporary ones of
-        other servers are not in this one's folder."""
+        """Removes temporary checkpoints and folders without a row, left by a killed server, but for those of
+        runs that go on. Temporary ones of other servers are not in this one's folder."""
+        goes_on = select(TinkerRequest.run).where(TinkerRequest.number == 0).distinct()
+        runs = await self._database.read(lambda session: frozenset(session.scalars(goes_on)))
         for row in await self.temporary():
-            if await asyncio.to_thread((self._folder / row.path).exists):
+            if row.run not in runs and await asyncio.to_thread((self._folder / row.path).exists):
                 await self.remove(row.id)
-        paths = select(TinkerCheckpoint.path)
+        paths = union_all(select(TinkerCheckpoint.path), select(TinkerState.path))
         known = await self._database.read(
             lambda session: {self._folder / path for path in session.scalars(paths)}
         )
@@ -259,3 +269,9 @@ def _lasting(now: float) -> ColumnElement[bool]:
 
 def _listed(tenant: str, now: float) -> tuple[ColumnElement[bool], ...]:
     return TinkerCheckpoint.tenant == tenant, ~TinkerCheckpoint.temporary, _lasting(now)
+
+
+def note_outcome(session: Session, run: str, number: int, outcome: dict[str, Any]) -> None:
+    """Notes in a transaction what the client of a run's request is told: nobody carries it out again."""
+    own = TinkerRequest.run == run, TinkerRequest.number == number, TinkerRequest.part == 0
+    session.execute(update(TinkerRequest).where(*own).values(outcome=outcome))

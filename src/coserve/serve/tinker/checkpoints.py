@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.state import State
@@ -114,9 +114,15 @@ async def _copy(
 
 
 async def add_checkpoint(
-    state: State, row: TinkerCheckpoint, source: Path, copied: bool = False, replace: bool = False
+    state: State,
+    row: TinkerCheckpoint,
+    source: Path,
+    copied: bool = False,
+    replace: bool = False,
+    outcome: tuple[int, dict[str, Any]] | None = None,
 ) -> TinkerCheckpoint:
-    """Adds a checkpoint whose files are in `source`. They are moved; with `copied` the source stays.
+    """Adds a checkpoint whose files are in `source`. They are moved; with `copied` the source stays. It is
+    the `outcome` of the run's request with a number.
 
     A path in use is an error (ApiError 400) unless `replace`. Copies of one path are all the same, so the
     existing one is returned. Raises QuotaExceeded. After an error nothing is left but the source of a copy.
@@ -125,7 +131,7 @@ async def add_checkpoint(
     try:
         await asyncio.to_thread(_place, source, folder, copied)
         row.path, row.bytes = store.path_of(folder), await asyncio.to_thread(bytes_in, folder)
-        before = await store.tinker_checkpoints.add(row, replace, copied)
+        before = await store.tinker_checkpoints.add(row, replace, copied, outcome)
     except FileExistsError:
         await store.artifacts.discard(folder)
         if copied:

@@ -16,6 +16,7 @@ from coserve.serve.tinker.links import Links
 from coserve.serve.tinker.run_requests import RunRequests
 from coserve.serve.tinker.runs import Runs
 from coserve.serve.tinker.sessions import SILENT_SECONDS, ClientSessions
+from coserve.serve.tinker.taking_over import TakingOver
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ class Dialect:
         self.sessions = ClientSessions(state, clock)
         self.runs = Runs(self.sessions)
         self.requests = RunRequests(self.sessions, self.runs)
+        self._taking_over = TakingOver(self.sessions, self.runs, self.requests)
+        self.runs.on_left = self._take_over
         self.links = Links()
         self.look_seconds, self.silent_seconds = _LOOK_SECONDS, SILENT_SECONDS
         self._watching: asyncio.Task[None] | None = None
@@ -43,6 +46,11 @@ class Dialect:
         """Has sessions that fall silent end from now on: those that another server began too."""
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch(), name="tinker-sessions")
+
+    def _take_over(self, tenant: Tenant, run: str) -> "asyncio.Task[None]":
+        """Has a run go on here that its server has left."""
+        self.watch()
+        return self._taking_over.begin(tenant, run)
 
     async def finish(self, tenant: Tenant, id: str, reason: Mapping[str, Any]) -> None:
         """Ends a session for the reason that its client gives."""

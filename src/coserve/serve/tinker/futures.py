@@ -34,6 +34,11 @@ class FutureLimits:
     seconds_read: float = 120.0  # for which one is kept after it was read, in case the connection broke
 
 
+class Withdrawn(Exception):
+    """Raised by work that goes on at another server: its future is forgotten here, and its client asks
+    again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """The reason for which a future is not done, as the client reports it."""
@@ -88,6 +93,7 @@ class TinkerFuture:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     why: Callable[[], Waiting] = Waiting
     drop_at: float = float("inf")
+    is_read: bool = False  # the client has the outcome
 
     @property
     def size(self) -> int:
@@ -143,6 +149,7 @@ class Futures:
         except TimeoutError:
             return None
         future.drop_at = min(future.drop_at, self._clock() + self.limits.seconds_read)
+        future.is_read = future.outcome is not None
         return future.outcome
 
     def cancel(self, future: TinkerFuture, reason: str) -> None:
@@ -159,6 +166,12 @@ class Futures:
     async def _run(self, future: TinkerFuture, work: Callable[[TinkerFuture], Awaitable[Payload]]) -> None:
         try:
             outcome: Payload | Failure = await work(future)
+        except Withdrawn:
+            future.task = None
+            if future.outcome is None:
+                self._drop(future)
+                future.done.set()
+            return
         except Exception as error:
             outcome = Failure.of(error)
         if future.outcome is None:

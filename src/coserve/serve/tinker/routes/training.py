@@ -76,21 +76,21 @@ async def forward_backward(request: Request, caller: Caller, state: Shared, tink
         tinker.requests.refused(caller, error.model_id, error.seq_id)
         raise
     await tinker.runs.check_here(caller, read.model_id)
-    return _promise(tinker.requests.forward(caller, read))
+    return _promise(await tinker.requests.forward(caller, read, body, encoding))
 
 
 @router.post("/optim_step")
 async def optim_step(body: OptimStepRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """A step of AdamW by the gradients since the last one."""
     await tinker.runs.check_here(caller, body.model_id)
-    return _promise(tinker.requests.optim_step(caller, body))
+    return _promise(await tinker.requests.optim_step(caller, body))
 
 
 @router.post("/save_weights")
 async def save_weights(body: SaveWeightsRequest, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """Saves weights and the optimizer's state."""
     await tinker.runs.check_here(caller, body.model_id)
-    return _promise(tinker.requests.save_state(caller, body))
+    return _promise(await tinker.requests.save_state(caller, body))
 
 
 @router.post("/save_weights_for_sampler")
@@ -99,7 +99,7 @@ async def save_weights_for_sampler(
 ) -> dict[str, Any]:
     """Saves weights to sample from: a version that never changes."""
     await tinker.runs.check_here(caller, body.model_id)
-    return _promise(tinker.requests.save_for_sampler(caller, body))
+    return _promise(await tinker.requests.save_for_sampler(caller, body))
 
 
 @router.post("/save_weights_external")
@@ -108,7 +108,7 @@ async def save_weights_external(
 ) -> dict[str, Any]:
     """Saves weights in PEFT's format, for download."""
     await tinker.runs.check_here(caller, body.model_id)
-    return _promise(tinker.requests.save_external(caller, body))
+    return _promise(await tinker.requests.save_external(caller, body))
 
 
 @router.post("/load_weights")
@@ -118,7 +118,7 @@ async def load_weights(body: LoadWeightsRequest, caller: Caller, tinker: Tinker)
         tinker.watch()
         return _promise(await tinker.runs.create_from(caller, body))
     await tinker.runs.check_here(caller, body.model_id)
-    return _promise(tinker.requests.load(caller, body))
+    return _promise(await tinker.requests.load(caller, body))
 
 
 @router.post("/unload_model")
