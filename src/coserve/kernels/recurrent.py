@@ -1,5 +1,5 @@
-"""State updates of recurrent layers for one row of each of some sequences, and the gated delta rule for
-several rows: the plain twins of `native/recurrent.py`, in any type of numbers."""
+"""State updates of recurrent layers for one row of each of some sequences, and for several rows of each: the
+plain twins of `native/recurrent.py`, in any type of numbers."""
 
 from typing import NamedTuple
 
@@ -124,4 +124,19 @@ def selective_rows(
         own = x[:, row], dt[:, row], a[:, None], b[:, row], c[:, row]
         outputs.append(selective_update(*own, None, None, places))
         held = places.held[count:]
+    return torch.stack(outputs, 1), held
+
+
+def scan_rows(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mamba 1's recurrence of `rows` rows of n sequences, one after the other: x and time steps dt [n, rows,
+    channels], a [channels, states], b and c [n, rows, states], and the states [n, channels, states] before,
+    or zeros. Returns [n, rows, channels], and the states after. Has gradients, but for a."""
+    held = x.new_zeros(len(x), *a.shape) if state is None else state
+    outputs = []
+    for row in range(x.shape[1]):
+        step = dt[:, row, :, None]
+        held = held * (step * a).exp() + step * x[:, row, :, None] * b[:, row, None]
+        outputs.append(torch.einsum("ncs,ns->nc", held, c[:, row]))
     return torch.stack(outputs, 1), held

@@ -3,6 +3,7 @@ inputs: one row and many, odd sizes, strided inputs, states at scattered places.
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -302,6 +303,36 @@ def test_rows_of_mamba_2_and_their_gradients() -> None:
         for found in (results(recurrent.selective_rows, given, seed), results(own, given, seed)):
             for got, want in zip(found, exact, strict=True):
                 assert_near(got, want, near, 1e-6)
+
+
+def test_rows_of_mamba_1_and_their_gradients() -> None:
+    """Odd numbers of channels and of states; wherever rows are cut. Gradients of B and C are sums over
+    channels, which threads share."""
+    near = NEAR[numbers.dtype]
+    for seed in range(TRIES):
+        batch, length = DRAWS.choice([1, 3]), DRAWS.choice([1, 2, 17, 33])
+        channels, states = DRAWS.choice([1, 16, 50]), DRAWS.choice([1, 8, 16])
+        x, b, c = (drawn(batch, length, size) for size in (channels, states, states))
+        dt, a = torch.rand(batch, length, channels), -torch.rand(channels, states) * 3
+        state = torch.randn(batch, channels, states) if DRAWS.random() < 0.5 else None
+        given = [x, dt, b, c, *([] if state is None else [state])]
+        assert recurrent.takes_scan(x, dt, a, b, c, state)
+
+        def run(rule: Callable[..., tuple[Tensor, Tensor]], *of: Tensor, a: Tensor = a) -> tuple[Tensor, Tensor]:
+            return rule(*of[:2], a.to(of[1].dtype), *of[2:])
+
+        exact = results(partial(run, plain.scan_rows), [one.double() for one in given], seed)
+        for got, want in zip(results(partial(run, recurrent.scan_rows), given, seed), exact, strict=True):
+            assert_near(got, want, near, 1e-6)
+        whole, after = recurrent.scan_rows(x, dt, a, b, c, state)
+        cut = DRAWS.randint(1, length)
+        first, between = recurrent.scan_rows(*(one[:, :cut] for one in (x, dt)), a, b[:, :cut], c[:, :cut], state)
+        assert torch.equal(first, whole[:, :cut])
+        if cut < length:
+            rest = (one[:, cut:] for one in (x, dt))
+            second, between = recurrent.scan_rows(*rest, a, b[:, cut:], c[:, cut:], between)
+            assert torch.equal(second, whole[:, cut:])
+        assert torch.equal(between, after)
 
 
 def check_rows_of_a_convolution(with_silu: bool, seed: int) -> None:
