@@ -27,7 +27,7 @@ from coserve.kernels.native.build import library
 from coserve.schedule import kept_states
 from coserve.train import states
 from coserve.train.example import Example
-from models import Exact, logits_of, lora_parameters, prompts, save
+from models import Exact, logits_of, lora_parameters, prompts, save, with_lora
 from passages import LORA, Case, Passage, examples, mean_loss, worst
 from recurrent import SHAPES, build, with_adapter
 
@@ -372,9 +372,25 @@ def test_what_does_not_go_with_states_is_refused_in_a_sentence() -> None:
     for method in (PrefixTuningConfig(3), PromptTuningConfig(3)):
         with pytest.raises(AdapterMismatch, match="virtual tokens do not go with recurrent layers"):
             served.finetune(data, "virtual", method, TrainingConfig(max_steps=1))
-    with pytest.raises(AdapterMismatch, match="conv1d"):
+    with pytest.raises(AdapterMismatch, match="conv1d.*what it adds there is never computed"):
         served.finetune(data, "conv", LoRAConfig(targets=("conv1d",)), TrainingConfig(max_steps=1))
     with pytest.raises(CoserveError, match="the states of its recurrent layers stay on the device"):
         served.generate([1] * 80, sampling=SamplingParams(max_tokens=5)).result()
     with pytest.raises(UnsupportedModel, match="how many rows its experts multiply"):
         engine_of("qwen3_next", deterministic=True, scheduler={})
+
+
+def test_peft_computes_nothing_beside_a_convolution(tmp_path: Path) -> None:
+    """It takes multiples of the channels as ranks, and the model never calls the module; so its files are
+    refused, and say why."""
+    name = "qwen3_5_text"
+    with pytest.raises(ValueError, match="rank is divisible by groups"):
+        with_adapter(name, ["conv1d"])
+    channels = build(name).model.layers[0].linear_attn.conv1d.groups  # type: ignore[union-attr,operator]
+    model = build(name)
+    adapted = with_lora(model, 1, target_modules=["conv1d"], r=channels)
+    (prompt,) = prompts(random.Random(1), [20])
+    assert torch.equal(logits_of(adapted, prompt), logits_of(build(name), prompt))
+    adapted.save_pretrained(str(tmp_path))
+    with pytest.raises(AdapterMismatch, match="conv1d.*what it adds there is never computed"):
+        engine_of(name).adapters.load("conv", tmp_path)

@@ -50,12 +50,13 @@ def delta_update(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, is_normed: bool, places: StatePlaces
 ) -> Tensor:
     """The gated delta rule: q and k [n, key heads, keys], v [n, heads, values], log_decay and beta [n,
-    heads]; states [heads, keys, values]. q and k have length 1 where `is_normed`. Returns [n, heads,
-    values]."""
+    heads]; states [heads, keys, values]. Kimi's has a decay for each key, [n, heads, keys]. q and k have
+    length 1 where `is_normed`. Returns [n, heads, values]."""
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1).to(places.held.dtype) for x in (q, k))
     if is_normed:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    state = places.read() * log_decay.exp()[..., None, None]
+    decay = (log_decay if log_decay.ndim == 3 else log_decay[..., None]).exp()
+    state = places.read() * decay[..., None]
     learned = (v - torch.einsum("nhk,nhkv->nhv", k, state)) * beta[..., None]
     state = state + k[..., None] * learned[..., None, :]
     places.write(state)

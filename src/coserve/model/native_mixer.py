@@ -89,7 +89,7 @@ def _learn(
     if not isinstance(initial_state, StatePlaces):
         found: tuple[Tensor, Any] = given(initial_state=initial_state, **kwargs)
         return found
-    row = query[:, 0], key[:, 0], value[:, 0], g[:, 0], beta[:, 0]
+    row = query[:, 0], key[:, 0], value[:, 0], g[:, 0].float(), beta[:, 0]
     if recurrent.takes_delta(*row, initial_state):
         return recurrent.delta_update(*row, use_qk_l2norm_in_kernel, initial_state)[:, None], initial_state
     y, states = given(initial_state=initial_state.read(), **kwargs)
@@ -110,7 +110,7 @@ def _learn_rows(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As their own function for several rows computes with chunks of them, whatever their size."""
-    rows = query, key, value, g, beta
+    rows = query, key, value, g.float(), beta
     if recurrent.takes_rows(*rows, initial_state):
         y, after = recurrent.delta_rows(*rows, use_qk_l2norm_in_kernel, initial_state)
         return y, after if output_final_state else None
@@ -236,6 +236,8 @@ _UPDATES: Final[Mapping[str, Function]] = {
     "causal_conv1d_fn": _convolve_rows,
     "torch_recurrent_gated_delta_rule": _learn,
     "torch_chunk_gated_delta_rule": _learn_rows,
+    "recurrent_kimi_delta_attention": _learn,
+    "chunk_kimi_delta_attention": _learn_rows,
     "mamba_selective_state_update": _select,
     "mamba2_selective_state_update": _select,
     "mamba2_chunk_scan": _select_rows,

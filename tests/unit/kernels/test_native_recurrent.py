@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.mamba.modeling_mamba import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -273,6 +274,39 @@ def test_rows_of_the_gated_delta_rule_and_their_gradients(is_normed: bool) -> No
         for found in (results(kernel, given, seed), results(own, given, seed)):
             for got, want in zip(found, exact, strict=True):
                 assert_near(got, want, near, 1e-6)  # a first row without a state decays nothing
+
+
+def test_kimis_rows_decay_by_key() -> None:
+    """Several rows with gradients, and one row of each sequence."""
+    near = NEAR[numbers.dtype]
+    for seed in range(TRIES):
+        (q, k, v, _, beta), state = drawn_rows(True)
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        rows = [q, k, v, -torch.rand(*v.shape[:3], k.shape[-1]) * 3, beta]
+        given = rows if state is None else [*rows, state]
+        assert recurrent.takes_rows(*rows, state)
+
+        def own(*x: Tensor) -> tuple[Tensor, Tensor]:
+            y, after = chunk_kimi_delta_attention(
+                *x[:5], initial_state=x[5] if len(x) > 5 else None, output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+            return y, after
+
+        twin, kernel = (
+            lambda *x, rule=rule: rule(*x[:5], True, *x[5:]) for rule in (plain.delta_rows, recurrent.delta_rows)
+        )
+        exact = results(twin, [x.double() for x in given], seed)
+        for found in (results(kernel, given, seed), results(own, given, seed)):
+            for got, want in zip(found, exact, strict=True):
+                assert_near(got, want, near, 1e-6)
+        places = placed(len(v), *v.shape[2:3], k.shape[-1], v.shape[-1])
+        one = [x[:, 0] for x in rows]
+        assert recurrent.takes_delta(*one, places)
+        wanted = StatePlaces(places.held.double(), places.before, places.after)
+        found, want = recurrent.delta_update(*one, True, places), plain.delta_update(*(x.double() for x in one), True, wanted)
+        assert_near(found, want, near)
+        assert_near(places.held, wanted.held, near)
 
 
 def test_rows_do_not_depend_on_where_they_are_cut() -> None:

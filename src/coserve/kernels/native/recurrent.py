@@ -104,7 +104,7 @@ def delta_update(
     ops.loaded(v).delta_update(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0), log_decay.data_ptr(),
         beta.data_ptr(), beta.stride(0), *_placed(places), y.data_ptr(), rows, heads, *k.shape[1:], values,
-        is_normed, ops.threads(v.numel() * k.shape[2]),
+        log_decay[0, 0].numel(), is_normed, ops.threads(v.numel() * k.shape[2]),
     )  # fmt: skip
     return y
 
@@ -166,7 +166,7 @@ class _DeltaRows(torch.autograd.Function):
         *numbers, state, kind = given
         _, k, v, log_decay, _ = numbers
         batch, rows, heads, values = v.shape
-        sizes = batch, rows, heads, *k.shape[2:], values
+        sizes = batch, rows, heads, *k.shape[2:], values, log_decay[0, 0, 0].numel()
         y, after = torch.empty_like(v), log_decay.new_empty(batch, heads, k.shape[3], values)
         kept = None
         if any(ctx.needs_input_grad):
@@ -187,13 +187,13 @@ class _DeltaRows(torch.autograd.Function):
         batch, rows, heads, values = v.shape
         of_y, of_state = of_y.contiguous(), of_after.contiguous().clone()
         dq, dk = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k))
-        dv, dg, dbeta = torch.empty_like(v), torch.empty_like(log_decay), torch.empty_like(log_decay)
+        dv, dg, dbeta = torch.empty_like(v), torch.empty_like(log_decay), log_decay.new_empty(beta.shape)
         threads, size = ops.threads(v.numel() * k.shape[3]), k.shape[3] * values
         room = log_decay.new_empty(threads, (_EVERY + 1) * size + 2 * _EVERY * values)
         found = (of_state, dq, dk, dv, dg, dbeta, room)
         ops.loaded(v).delta_rows_back(
             *(x.data_ptr() for x in (*numbers, kept, of_y, *found)),
-            _EVERY, batch, rows, heads, *k.shape[2:], values, *ctx.kind, threads,
+            _EVERY, batch, rows, heads, *k.shape[2:], values, log_decay[0, 0, 0].numel(), *ctx.kind, threads,
         )  # fmt: skip
         of_numbers = dq.to(q.dtype), dk.to(k.dtype), dv, dg, dbeta.to(beta.dtype)
         return *of_numbers, of_state if ctx.has_state else None, None
