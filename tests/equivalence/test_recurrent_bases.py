@@ -50,13 +50,13 @@ def engines(name: str, folder: Path) -> Iterator[tuple[str, Engine, dict[str, nn
     """Engines on each kind of base, and their oracles."""
     model = save(build(name), folder / "model")
     nbytes = sum(p.nbytes for p in build(name).parameters())
-    streamed = Engine(model, config(base_memory=f"{nbytes * 85 // 100 // 1024}KiB"))
+    streamed = Engine(model, config(base_memory=f"{nbytes * 92 // 100 // 1024}KiB"))
     assert "blocks stay" in str(streamed.executor.spec.streaming)
     yield "streamed", streamed, {"": build(name)}
     with serving(build(name), folder) as served:
         split = Engine(build(name), config(base=served.address))
         yield "split", split, {"": build(name)}
-        assert {direction for direction, _ in served.calls} == {"forward"}
+        assert served.calls
     for bits in ("8bit", "4bit"):
         packed, oracle = Engine(build(name), config(quantize=bits)), build(name)
         give_weights(oracle, packed.base)
@@ -64,11 +64,12 @@ def engines(name: str, folder: Path) -> Iterator[tuple[str, Engine, dict[str, nn
         yield bits, packed, {"": oracle}
     zoo, linear = Zoo.create(folder / "zoo"), "in_proj_qkv" if name == "qwen3_5_text" else "in_proj"
     add(zoo, model, "base")
-    tuned = make_fine_tune(folder / "tuned", model, {"layers.0": 0.4, "conv1d": 0.4})
+    tuned = make_fine_tune(folder / "tuned", model, {"proj": 0.4, "input_layernorm": 0.4})
     add(zoo, tuned, "tuned", "base")
+    add(zoo, make_fine_tune(folder / "decays", model, {"A_log": 0.4}), "decays", "base")
     add(zoo, make_lora(folder / "lora", model, (linear, "q_proj")), "lora", "base")
     view = serve_from(zoo)
-    assert not view.left_out
+    assert view.left_out.keys() == {"decays"} and "A_log, which is no weight of a linear" in view.left_out["decays"]
     zooed = Engine(str(view.model), config())
     for one, own in view.adapters.items():
         zooed.adapters.register(one, own)
