@@ -1,5 +1,5 @@
-"""Activated LoRA: from its invocation tokens on an adapter's rows are PEFT's, and before them the base's, whose
-pages it shares."""
+"""Activated LoRA: from its invocation tokens on an adapter's rows are PEFT's, and before them the base's,
+whose pages it shares."""
 
 import random
 from pathlib import Path
@@ -34,7 +34,7 @@ def engine_of(folder: Path, **fields: object) -> tuple[Engine, dict[str, torch.n
 
 
 def expect_own(answer: object, prompt: list[int], oracle: torch.nn.Module) -> None:
-    """Each token is the oracle's likeliest, with its log-probability; so are those of the prompt, if scored."""
+    """Each token is the oracle's likeliest, with its log-probability, as are those of a scored prompt."""
     tokens = answer.tokens  # type: ignore[attr-defined]
     rows = logits_of(oracle, [*prompt, *tokens]).log_softmax(-1)
     assert tokens == rows[len(prompt) - 1 : -1].argmax(-1).tolist()
@@ -68,13 +68,17 @@ def test_rows_are_pefts_and_pages_before_are_shared(tmp_path: Path) -> None:
     found = []
     for name, prompt in asked[:4]:
         before = engine.stats().found_tokens
-        expect_own(engine.generate(prompt, adapter=name or None, sampling=UNSCORED).result(), prompt, oracles[name])
+        expect_own(
+            engine.generate(prompt, adapter=name or None, sampling=UNSCORED).result(), prompt, oracles[name]
+        )
         found.append(engine.stats().found_tokens - before)
     fresh, _ = engine_of(tmp_path)
     apart = []
     for name, prompt in asked[:4]:
         before = fresh.stats().found_tokens
-        expect_own(fresh.generate(prompt, adapter=name or None, sampling=UNSCORED).result(), prompt, oracles[name])
+        expect_own(
+            fresh.generate(prompt, adapter=name or None, sampling=UNSCORED).result(), prompt, oracles[name]
+        )
         apart.append(fresh.stats().found_tokens - before)
     assert apart == [0, 40, 40, 0]  # a plain adapter shares nothing with the base
     assert found[3] >= 40
@@ -92,7 +96,9 @@ def test_preempted_ones_go_on(tmp_path: Path) -> None:
 
 def test_what_they_do_not_do_is_refused(tmp_path: Path) -> None:
     engine, _ = engine_of(tmp_path)
-    with pytest.raises(RequestError, match="acts from its invocation tokens on .7, 8., and the prompt has none"):
+    with pytest.raises(
+        RequestError, match=r"acts from its invocation tokens on .7, 8., and the prompt has none"
+    ):
         engine.generate([1, 2, 8, 7], adapter="first", sampling=UNSCORED)
     with pytest.raises(AdapterError, match="no alternative"):
         engine.generate([1, 7, 8], adapter="plain", alternatives=["first"], sampling=UNSCORED)

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     key = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
     save_file(tensors | {key: tensors[key][:, :-1].contiguous()}, tmp_path / WEIGHTS)
     engine = engine_of(tiny("mixtral"))
-    with pytest.raises(AdapterMismatch, match="experts.down_proj, of rank 3, they would be"):
+    with pytest.raises(AdapterMismatch, match=r"experts.down_proj, of rank 3, they would be"):
         engine.adapters.load("one", tmp_path)
     fields = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(fields | {"target_parameters": ["input_layernorm.weight"]}))

@@ -372,7 +372,7 @@ def test_what_does_not_go_with_states_is_refused_in_a_sentence() -> None:
     for method in (PrefixTuningConfig(3), PromptTuningConfig(3)):
         with pytest.raises(AdapterMismatch, match="virtual tokens do not go with recurrent layers"):
             served.finetune(data, "virtual", method, TrainingConfig(max_steps=1))
-    with pytest.raises(AdapterMismatch, match="conv1d.*what it adds there is never computed"):
+    with pytest.raises(AdapterMismatch, match=r"conv1d.*what it adds there is never computed"):
         served.finetune(data, "conv", LoRAConfig(targets=("conv1d",)), TrainingConfig(max_steps=1))
     with pytest.raises(CoserveError, match="the states of its recurrent layers stay on the device"):
         served.generate([1] * 80, sampling=SamplingParams(max_tokens=5)).result()
@@ -392,5 +392,5 @@ def test_peft_computes_nothing_beside_a_convolution(tmp_path: Path) -> None:
     (prompt,) = prompts(random.Random(1), [20])
     assert torch.equal(logits_of(adapted, prompt), logits_of(build(name), prompt))
     adapted.save_pretrained(str(tmp_path))
-    with pytest.raises(AdapterMismatch, match="conv1d.*what it adds there is never computed"):
+    with pytest.raises(AdapterMismatch, match=r"conv1d.*what it adds there is never computed"):
         engine_of(name).adapters.load("conv", tmp_path)

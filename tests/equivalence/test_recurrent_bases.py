@@ -69,11 +69,16 @@ def engines(name: str, folder: Path) -> Iterator[tuple[str, Engine, dict[str, nn
     add(zoo, make_fine_tune(folder / "decays", model, {"A_log": 0.4}), "decays", "base")
     add(zoo, make_lora(folder / "lora", model, (linear, "q_proj")), "lora", "base")
     view = serve_from(zoo)
-    assert view.left_out.keys() == {"decays"} and "A_log, which is no weight of a linear" in view.left_out["decays"]
+    assert (
+        view.left_out.keys() == {"decays"}
+        and "A_log, which is no weight of a linear" in view.left_out["decays"]
+    )
     zooed = Engine(str(view.model), config())
     for one, own in view.adapters.items():
         zooed.adapters.register(one, own)
-    oracles = {one: AutoModelForCausalLM.from_pretrained(f).eval() for one, f in (("", model), ("tuned", tuned))}
+    oracles = {
+        one: AutoModelForCausalLM.from_pretrained(f).eval() for one, f in (("", model), ("tuned", tuned))
+    }
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder / "lora").eval()
     yield "zoo", zooed, {**oracles, "lora": adapted}
 

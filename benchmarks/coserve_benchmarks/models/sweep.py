@@ -335,7 +335,7 @@ def give_weights(oracle: PreTrainedModel, base: Base) -> None:
     """Gives a model the numbers that the linears and the embedding of a quantized base have."""
     for path, linear in base.linears.items():
         module, weight = oracle.get_submodule(path), linear.placement.weight()
-        module.weight.copy_(weight.t() if isinstance(module, Conv1D) else weight)  # type: ignore[operator]
+        module.weight.copy_(weight.t() if isinstance(module, Conv1D) else weight)
     embedding = base.model.get_input_embeddings()
     if isinstance(embedding, QuantizedEmbedding):
         oracle.get_input_embeddings().weight.copy_(embedding.weight)

@@ -39,7 +39,7 @@ def expect_always_active(adapter: AdapterVersion, what: str) -> None:
     """Raises AdapterError for an adapter that does not act on whole sequences; `what` cannot be done."""
     if invocation_of(adapter):
         raise AdapterError(
-            f"{adapter.name} acts from its invocation tokens on (aLoRA), and {what}; PEFT trains such adapters"
+            f"{adapter.name} acts from its invocation tokens on (aLoRA), and {what}; PEFT trains such ones"
         )
 
 

@@ -46,8 +46,8 @@ def pack_rows(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsLoRA(Bypass):
-    """LoRA beside parameters of `experts`, a module of the base: by their names `down` [experts, rank, in] and
-    `up` [experts, out, rank], and scales. The base's weights are read where the module has them in a pass."""
+    """LoRA beside parameters of `experts`, a module of the base: by their names `down` [experts, rank, in],
+    `up` [experts, out, rank] and scales. The base's weights are read where the module has them in a pass."""
 
     experts: nn.Module
     down: Mapping[str, Tensor]
@@ -66,7 +66,7 @@ class ExpertsLoRA(Bypass):
         """The mixture's output for the rows x of `pack_rows`; y, that of the base alone, is not used."""
         width = y.shape[-1]
         chosen = (x.shape[-1] - width) // 2
-        hidden, weights, numbers = x.split([width, chosen, chosen], -1)
+        hidden, weights, numbers = torch.split(x, [width, chosen, chosen], -1)
         hidden, index, own = hidden.to(y.dtype), numbers.long(), self.experts
         found = torch.zeros_like(y, dtype=x.dtype)
         for expert in index.unique().tolist():
@@ -121,7 +121,12 @@ def tensor_names(path: str, parameters: Sequence[str]) -> dict[str, tuple[str, s
 
 
 def take_experts(
-    saved: Saved, frame: Frame, path: str, parameters: Sequence[str], ranks: Mapping[str, int], scales: Mapping[str, float]
+    saved: Saved,
+    frame: Frame,
+    path: str,
+    parameters: Sequence[str],
+    ranks: Mapping[str, int],
+    scales: Mapping[str, float],
 ) -> ExpertsLoRA:
     """Takes a file's matrices beside parameters of the module at `path`, of these ranks and scales. Raises
     AdapterMismatch."""
@@ -138,9 +143,9 @@ def take_experts(
         direct, turned = ((flat, wide), (out, flat)), ((flat, out), (wide, flat))
         if shapes not in (direct, turned):
             raise AdapterMismatch(
-                f"{saved.folder}: {of_a} and {of_b} are {shapes[0]} and {shapes[1]}; beside {path}.{name}, of "
-                f"rank {rank}, they would be {direct[0]} and {direct[1]}, or before PEFT {LAYOUT} {turned[0]} "
-                f"and {turned[1]}"
+                f"{saved.folder}: {of_a} and {of_b} are {shapes[0]} and {shapes[1]}; beside {path}.{name}, "
+                f"of rank {rank}, they would be {direct[0]} and {direct[1]}, or before PEFT {LAYOUT} "
+                f"{turned[0]} and {turned[1]}"
             )
         a, b = a.reshape(experts, rank, -1), b.reshape(-1, rank, experts).permute(2, 0, 1)
         if direct == turned:

@@ -72,8 +72,8 @@ def said_of(path: str) -> str:
     if path.rpartition(".")[2] not in _CONVOLUTIONS:
         return ""
     return (
-        ": beside a convolution PEFT has ranks that are multiples of its channels alone, and what it adds there "
-        "is never computed, as transformers reads the convolution's weight"
+        ": beside a convolution PEFT has ranks that are multiples of its channels alone, and what it adds "
+        "there is never computed, as transformers reads the convolution's weight"
     )
 
 

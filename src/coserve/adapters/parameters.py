@@ -27,8 +27,8 @@ _FUSED: Final = "qwen2_moe"  # those whose checkpoints are converted as this typ
 _LIKE: Final[Mapping[str, str]] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
 # Of a file that names other parameters than weights of linears and of fused experts.
 OTHERS: Final = (
-    "only weights of linears and of experts that are one tensor may be named; a finished adapter can be merged "
-    "into its base with PEFT's merge_and_unload, and the merged model served"
+    "only weights of linears and of experts that are one tensor may be named; a finished adapter can be "
+    "merged into its base with PEFT's merge_and_unload, and the merged model served"
 )
 _TOGETHER: Final = 30  # names in one pattern, which may have 10,000 characters
 

@@ -25,12 +25,16 @@ def ask_caches(model: PreTrainedModel) -> None:
             module.__class__ = _AskingBlock
 
 
-class _AskingBlock(RecurrentGemmaRecurrentBlock):
+def keeps_states(model: PreTrainedModel) -> bool:
+    """Tells whether modules of an unchanged model keep the state of its last forward themselves, so that no
+    two prompts can pass it in turns."""
+    return any(type(module) is RecurrentGemmaRecurrentBlock for module in model.modules())
+
+
+class _AskingBlock(RecurrentGemmaRecurrentBlock):  # type: ignore[misc]
     """Its state is the last columns before the convolution, and one number in float32 for each channel."""
 
-    def forward(
-        self, input_states: Tensor, past_key_values: Any = None, **_: Any
-    ) -> tuple[Tensor, None]:
+    def forward(self, input_states: Tensor, past_key_values: Any = None, **_: Any) -> tuple[Tensor, None]:
         gate = self.act_fn(self.linear_y(input_states))
         columns = self.linear_x(input_states).transpose(1, 2)
         rows, before = columns.shape[-1], None
@@ -48,7 +52,7 @@ class _AskingBlock(RecurrentGemmaRecurrentBlock):
 def _scan(unit: RecurrentGemmaRglru, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gated recurrence of x [batch, rows, channels] from a state [batch, channels]; without one the first
     row begins a sequence, and is not scaled. Returns the outputs and the last state."""
-    heads = x.unflatten(-1, (unit.num_attention_heads, unit.block_width))
+    heads = x.reshape(*x.shape[:2], unit.num_attention_heads, unit.block_width)
     inner, decay = (
         torch.sigmoid(torch.einsum("brhi,hio->brho", heads, weight) + bias).flatten(-2)
         for weight, bias in (

@@ -34,8 +34,8 @@ from coserve.model.block import Block
 from coserve.model.contents import ModelContents
 from coserve.model.dequantized.form import dense_state, slices_of
 from coserve.model.dequantized.forms import as_dense, form_for, quantized_fields
-from coserve.model.foreign import folder_of, read_config, saved_type
 from coserve.model.experts_hook import ExpertsHook
+from coserve.model.foreign import folder_of, read_config, saved_type
 from coserve.model.legacy_attention import set_attention, with_plain_linears
 from coserve.model.legacy_recurrence import ask_caches
 from coserve.model.linear import FrozenLinear

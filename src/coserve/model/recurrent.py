@@ -375,7 +375,7 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
 
     def run_by_rows(x: Tensor, given: Mapping[StateKey, Any]) -> tuple[Tensor, Mapping[StateKey, Any]]:
         outputs, given = [], {key: state.clone() for key, state in given.items()}  # one row writes into it
-        for row in x.split(1, 1):
+        for row in torch.split(x, 1, 1):
             out, given = run(row, given)
             outputs.append(out)
         return torch.cat(outputs, 1), given

@@ -5,8 +5,8 @@ within an example begins with the state that the window before it left, is re-ru
 owes it a gradient, which waits for the window before. Every example begins without a state, so none sees its
 neighbour.
 
-States are kept behind every `STATE_ROWS` rows of a micro-batch and where windows end. So windows of any number
-of rows may go forward, and others back, as long as they begin at such rows.
+States are kept behind every `STATE_ROWS` rows of a micro-batch and where windows end. So windows of any
+number of rows may go forward, and others back, as long as they begin at such rows.
 """
 
 from collections.abc import Sequence

@@ -105,7 +105,9 @@ class KeptRows:
     def mix(self, core: Core, start: int) -> Tensor:
         self._check()
         outputs = []
-        for states, part in ((s.states, part) for s, window in self._windows for part in s.states.parts(window)):
+        for states, part in (
+            (s.states, part) for s, window in self._windows for part in s.states.parts(window)
+        ):
             kept = states.before(core.number, part)
             before = kept and tuple(state.clone() for state in kept)  # a row may write into what it is given
             out, after = mix_window(core, part, start, before)

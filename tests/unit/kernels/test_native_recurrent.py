@@ -294,7 +294,8 @@ def test_kimis_rows_decay_by_key() -> None:
             return y, after
 
         twin, kernel = (
-            lambda *x, rule=rule: rule(*x[:5], True, *x[5:]) for rule in (plain.delta_rows, recurrent.delta_rows)
+            lambda *x, rule=rule: rule(*x[:5], True, *x[5:])
+            for rule in (plain.delta_rows, recurrent.delta_rows)
         )
         exact = results(twin, [x.double() for x in given], seed)
         for found in (results(kernel, given, seed), results(own, given, seed)):
@@ -304,7 +305,10 @@ def test_kimis_rows_decay_by_key() -> None:
         one = [x[:, 0] for x in rows]
         assert recurrent.takes_delta(*one, places)
         wanted = StatePlaces(places.held.double(), places.before, places.after)
-        found, want = recurrent.delta_update(*one, True, places), plain.delta_update(*(x.double() for x in one), True, wanted)
+        found, want = (
+            recurrent.delta_update(*one, True, places),
+            plain.delta_update(*(x.double() for x in one), True, wanted),
+        )
         assert_near(found, want, near)
         assert_near(places.held, wanted.held, near)
 
@@ -352,7 +356,9 @@ def test_rows_of_mamba_1_and_their_gradients() -> None:
         given = [x, dt, b, c, *([] if state is None else [state])]
         assert recurrent.takes_scan(x, dt, a, b, c, state)
 
-        def run(rule: Callable[..., tuple[Tensor, Tensor]], *of: Tensor, a: Tensor = a) -> tuple[Tensor, Tensor]:
+        def run(
+            rule: Callable[..., tuple[Tensor, Tensor]], *of: Tensor, a: Tensor = a
+        ) -> tuple[Tensor, Tensor]:
             return rule(*of[:2], a.to(of[1].dtype), *of[2:])
 
         exact = results(partial(run, plain.scan_rows), [one.double() for one in given], seed)
@@ -360,7 +366,9 @@ def test_rows_of_mamba_1_and_their_gradients() -> None:
             assert_near(got, want, near, 1e-6)
         whole, after = recurrent.scan_rows(x, dt, a, b, c, state)
         cut = DRAWS.randint(1, length)
-        first, between = recurrent.scan_rows(*(one[:, :cut] for one in (x, dt)), a, b[:, :cut], c[:, :cut], state)
+        first, between = recurrent.scan_rows(
+            *(one[:, :cut] for one in (x, dt)), a, b[:, :cut], c[:, :cut], state
+        )
         assert torch.equal(first, whole[:, :cut])
         if cut < length:
             rest = (one[:, cut:] for one in (x, dt))

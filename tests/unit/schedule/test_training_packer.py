@@ -191,7 +191,11 @@ def test_windows_begin_where_states_are_kept(direction: Direction) -> None:
     """Whatever the allowances, and where a window that was paused is cut: forward they end there, and back
     they begin there. Where nothing is in the way one takes all rows."""
     config = replace(CONFIG, state_rows=128)
-    for times, limits in (((0.004, 0.02, 0.2), (512, 60, 300)), ((0.004, 0.2), (130, None)), ((9.0,), (700,))):
+    for times, limits in (
+        ((0.004, 0.02, 0.2), (512, 60, 300)),
+        ((0.004, 0.2), (130, None)),
+        ((9.0,), (700,)),
+    ):
         batch, ends = micro_batch(direction=direction), set[int]()
         while batch.direction is direction and not batch.done:
             for seconds, rows in product(times, limits):

@@ -172,7 +172,12 @@ class LoRA:
         _expect_untied(saved, frame, [*(site.path for site in sites), *selection.replaced])
         rows = f"{PREFIX}{embedding_of(frame).path}.{_ROWS}" if config.tokens else ""
         wanted = [*_names(config, sites), *biases.values(), *selection.within, *[rows] * bool(rows)]
-        wanted += [name for path, own in experts.items() for pair in tensor_names(path, own).values() for name in pair]
+        wanted += [
+            name
+            for path, own in experts.items()
+            for pair in tensor_names(path, own).values()
+            for name in pair
+        ]
         saved.expect(wanted, allowed=copies_of(frame))
         magnitudes = saved.ending(MAGNITUDE) if config.dora else {}
         bypasses: dict[Place, Bypass] = {}
@@ -380,8 +385,8 @@ def _read_config(
     by_parameter = bool(by_weight or of_experts)
     if config.invocation and (by_parameter or any(frame.sites[p].kind is not Kind.LINEAR for p in targets)):
         raise AdapterError(
-            f"{saved.folder}: alora_invocation_tokens go with linears alone, in PEFT too: no embedding and no "
-            "target_parameters"
+            f"{saved.folder}: alora_invocation_tokens go with linears alone, in PEFT too: no embedding and "
+            "no target_parameters"
         )
     if by_parameter and (config.dora or config.lora_bias or config.dropout or is_turned):
         raise AdapterError(

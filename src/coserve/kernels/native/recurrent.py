@@ -1,5 +1,5 @@
-"""Recurrent layers on a CPU: the kernels of `recurrent.c`, `conv_rows.c` and `scan_rows.c`, each beside its plain twin in
-`kernels/recurrent.py` (the gated norm's are the models' own modules)."""
+"""Recurrent layers on a CPU: the kernels of `recurrent.c`, `conv_rows.c` and `scan_rows.c`, each beside its
+plain twin in `kernels/recurrent.py` (the gated norm's are the models' own modules)."""
 
 from typing import Any, Final
 
@@ -199,9 +199,7 @@ class _DeltaRows(torch.autograd.Function):
         return *of_numbers, of_state if ctx.has_state else None, None
 
 
-def takes_scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None
-) -> bool:
+def takes_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None) -> bool:
     """Tells whether `scan_rows` reads these, arguments as there; a is frozen."""
     floats = (dt, a) if state is None else (dt, a, state)
     return (
@@ -245,7 +243,7 @@ class _ScanRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *numbers, kept = ctx.saved_tensors
-        x, dt, a, b, c = numbers
+        x, dt, a, b, _ = numbers
         of_y, of_state = gradients[0].contiguous(), gradients[1].contiguous().clone()
         parts = ops.threads(x.numel() * a.shape[1])
         dx, ddt = torch.empty_like(x), torch.empty_like(dt)
