@@ -38,8 +38,8 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def pack_rows(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What a mixture's module is given for its rows, side by side: hidden [rows, width], the experts' numbers
-    and weights [rows, experts of a row]."""
+    """Arguments of a mixture's module side by side, a line for each row: hidden [rows, width], the experts'
+    numbers and weights [rows, experts of a row]."""
     exact = exact_type(hidden.dtype)
     return torch.cat((hidden.to(exact), weights.to(exact), index.to(exact)), -1)
 

@@ -68,7 +68,7 @@ def named(path: str, targets: Container[str]) -> bool:
 
 
 def said_of(path: str) -> str:
-    """What there is to say about a module that is no place for an adapter: of a mixer's convolution."""
+    """The reason why a mixer's convolution is no place for an adapter; empty for other modules."""
     if path.rpartition(".")[2] not in _CONVOLUTIONS:
         return ""
     return (

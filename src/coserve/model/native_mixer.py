@@ -28,13 +28,13 @@ _NEAR: Final = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # relative differenc
 Function = Callable[..., Any]
 
 
-class Asked(threading.local):
+class AskedState(threading.local):
     """The recurrent state that the mixer under way on this thread has asked its cache for."""
 
     state: Any = None
 
 
-asked: Final = Asked()
+asked: Final = AskedState()
 # Of a mixer: its output and states, from states before.
 Run = Callable[[Mapping[Any, Any]], tuple[Tensor, Mapping[Any, Tensor]]]
 
