@@ -42,11 +42,13 @@ def test_mixers_are_found_with_the_linears_around_them() -> None:
 
 
 def test_one_that_forgets_its_state_goes_by_rows() -> None:
-    """Mamba 1's code for several rows begins with an empty state; and reads a linear's weight instead of
-    calling it."""
+    """Mamba 1's code for several rows begins with an empty state, but for kernels; and it reads a linear's
+    weight instead of calling it."""
     one, _ = mixers_of("mamba")
     two, _ = mixers_of("mamba2")
-    assert one.anatomy.by_rows and not two.anatomy.by_rows
+    exact, *_ = load_base(build("mamba", torch.float64)).mixers
+    assert isinstance(exact, Mixer) and exact.anatomy.by_rows and not two.anatomy.by_rows
+    assert one.anatomy.by_rows is (library(torch.float32) is None)
     assert names(one) == [("in_proj", 1.0)]
     if library(torch.float32) is not None:
         assert all(mixers_of(name)[0].anatomy.in_place for name in SHAPES)
