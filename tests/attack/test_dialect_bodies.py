@@ -68,7 +68,9 @@ async def owned(world: World, key: str) -> dict[str, list[Any]]:
     }  # fmt: skip
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     made = await post(
-        "/v1/evals", data_source_config={"type": "custom", "item_schema": schema}, testing_criteria=[criterion]
+        "/v1/evals",
+        data_source_config={"type": "custom", "item_schema": schema},
+        testing_criteria=[criterion],
     )
     content = {"type": "file_content", "content": [{"item": {"a": "b"}}]}
     runs = f"/v1/evals/{made['id']}/runs"
@@ -100,8 +102,9 @@ async def seen(world: World, ids: Mapping[str, list[Any]], key: str) -> list[int
     batch, messages = ids["batch_id"]
     runs = f"/v1/evals/{ids['eval_id'][0]}/runs"
     paths = (
-        f"/v1/batches/{batch}", f"/v1/messages/batches/{messages}", f"/v1/messages/batches/{messages}/results",
-        f"/v1/evals/{ids['eval_id'][0]}", f"{runs}/{ids['run_id'][0]}", f"{runs}/{ids['run_id'][0]}/output_items",
+        f"/v1/batches/{batch}", f"/v1/messages/batches/{messages}",
+        f"/v1/messages/batches/{messages}/results", f"/v1/evals/{ids['eval_id'][0]}",
+        f"{runs}/{ids['run_id'][0]}", f"{runs}/{ids['run_id'][0]}/output_items",
         f"/v1/files/{ids['input_file_id'][0]}",
     )  # fmt: skip
     headers = {"authorization": f"Bearer {key}"}
@@ -129,7 +132,9 @@ async def attack(world: World, draw: random.Random, count: int, every: bool) -> 
         assert answer.status_code < 500, (case.what, answer.text[:500])
         if answer.status_code >= 400:
             told = answer.json()
-            assert told["error"]["message"] and told["error"]["type"] and len(answer.content) < 10_000, case.what
+            assert told["error"]["message"] and told["error"]["type"] and len(answer.content) < 10_000, (
+                case.what
+            )
             assert (told.get("type") == "error") == case.path.startswith("/v1/messages"), case.what
     assert {200, 400, 404} <= statuses
     assert await counted(world, ids["bob"]) == before

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 
 class BannedSequences:
-    """Sequences of at least two tokens each, and the end of one answer. The last token of a sequence is banned
-    where the answer ends with the others."""
+    """Sequences of at least two tokens each, and the end of one answer. The last token of a sequence is
+    banned where the answer ends with the others."""
 
     def __init__(self, banned: Sequence[Sequence[int]], output: Sequence[int] = ()) -> None:
         """`output` is the answer so far."""

@@ -6,9 +6,9 @@ where each costs its own. They give up their places, and their pages, to request
 
 Where others are always open that alone would hold them up for ever. So after `PATIENCE` seconds of rest they
 take turns: one of them, the earliest that runs or else waits, has a decode row or a few prompt rows in a
-step. After a turn that is predicted to cost c seconds the next is c / `SHARE` seconds later, so that all turns
-together take at most that share of the time. A turn breaks no bound of the others, and takes no pages from
-them: where these have all pages, or no time within their bounds, the background waits on.
+step. After a turn that is predicted to cost c seconds the next is c / `SHARE` seconds later, so that all
+turns together take at most that share of the time. A turn breaks no bound of the others, and takes no pages
+from them: where these have all pages, or no time within their bounds, the background waits on.
 """
 
 from collections.abc import Iterable

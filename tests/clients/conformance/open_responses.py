@@ -42,12 +42,12 @@ def _object(optional: Mapping[str, Schema] | None = None, /, **required: Schema)
 
 _TOP_LOGPROB: Final = _object(token=TEXT, logprob=NUMBER, bytes=_list(WHOLE))
 _LOGPROB: Final = _object(token=TEXT, logprob=NUMBER, bytes=_list(WHOLE), top_logprobs=_list(_TOP_LOGPROB))
-_CITATION: Final = _object(
-    type=_of("url_citation"), url=TEXT, start_index=WHOLE, end_index=WHOLE, title=TEXT
-)
+_CITATION: Final = _object(type=_of("url_citation"), url=TEXT, start_index=WHOLE, end_index=WHOLE, title=TEXT)
 _PART: Final[Schema] = {
     "oneOf": [
-        _object({"logprobs": _list(_LOGPROB)}, type=_of("output_text"), text=TEXT, annotations=_list(_CITATION)),
+        _object(
+            {"logprobs": _list(_LOGPROB)}, type=_of("output_text"), text=TEXT, annotations=_list(_CITATION)
+        ),
         _object(type=_of("input_text", "text", "summary_text", "reasoning_text"), text=TEXT),
         _object(type=_of("refusal"), refusal=TEXT),
     ]
@@ -250,9 +250,7 @@ def _unmet(case: Case, response: Mapping[str, Any], events: Sequence[Mapping[str
     if not case.streams:
         return []
     told = {event["type"] for event in events}
-    of_calls = {
-        event["type"] for event in events if (event.get("item") or {}).get("type") == "function_call"
-    }
+    of_calls = {event["type"] for event in events if (event.get("item") or {}).get("type") == "function_call"}
     wanted = {f"response.function_call_arguments.{name}" for name in ("delta", "done")}
     wanted_items = {f"response.output_item.{name}" for name in ("added", "done")}
     missing = sorted((wanted - told) | (wanted_items - of_calls))

@@ -119,7 +119,7 @@ def turns_of(seed: int, row: float, bound: float | None) -> tuple[list[tuple[flo
         decoding = tuple(one for one in others if one.length == 1)
         free = SLOWER * cost.predict(replace(plan, inference=decoding)) + 1e-12
         riders = tuple(one for one in own.values() if one.length == 1)
-        if own and cost.predict(replace(plan, inference=(*decoding, *riders))) > free or any(
+        if (own and cost.predict(replace(plan, inference=(*decoding, *riders))) > free) or any(
             one.length > 1 for one in own.values()
         ):  # more than rides along
             (took,) = [one for one in own.values() if one.length > 1 or len(own) == 1]

@@ -40,9 +40,7 @@ async def _in_its_form(request: Request) -> None:
 
 
 # Not in the document of the API: it has one entry for a path, which is OpenAI's.
-router = APIRouter(
-    route_class=_AnthropicRoute, dependencies=[Depends(_in_its_form)], include_in_schema=False
-)
+router = APIRouter(route_class=_AnthropicRoute, dependencies=[Depends(_in_its_form)], include_in_schema=False)
 
 
 @router.get("/v1/models")

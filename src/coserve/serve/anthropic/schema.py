@@ -219,8 +219,8 @@ class MessagePrompt(RequestBody):
     cache_control: CacheControl | None = Field(None, description="Accepted: all prompts are cached.")
     tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = Field(
         None,
-        description="Tools that the answer may call, where the model's chat template writes calls. Those that "
-        "a server runs are refused, or with the server's ignore_hosted_tools left out.",
+        description="Tools that the answer may call, where the model's chat template writes calls. Those "
+        "that a server runs are refused, or with the server's ignore_hosted_tools left out.",
     )
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None

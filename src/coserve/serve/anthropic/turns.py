@@ -19,6 +19,7 @@ from coserve.serve.anthropic.schema import (
     ToolParam,
     ToolResultBlockParam,
     ToolUseBlockParam,
+    kind_of,
 )
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.common import JsonObject
@@ -120,7 +121,7 @@ def _parts(index: int, message: MessageParam) -> Iterator[Message]:
             case dict():  # hosted, and ignored
                 pass
             case _:
-                told = f"A block of type '{block.type}' is not allowed at the role '{message.role}'."
+                told = f"A block of type '{kind_of(block)}' is not allowed at the role '{message.role}'."
                 raise ApiError(400, told, param=f"messages.{index}.content", code="invalid_value")
     if not (texts or thoughts or calls) and message.content:
         return  # results alone

@@ -12,7 +12,6 @@ from coserve.serve.answering.answers import AnswerPiece
 from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.answering.replies import SMALL
 from coserve.serve.answering.request_builder import RequestBuilder
-from coserve.serve.errors import ApiError
 from coserve.serve.http.json_replies import encoded, written
 from coserve.serve.http.streams import DONE, EVENT_BEGIN, EVENT_END
 from coserve.serve.schema.common import MOST_TOKEN_ID, FinishName, Generation, JsonObject
