@@ -29,7 +29,7 @@ PATHS = (
     "/tokenize", "/detokenize",
 )  # fmt: skip
 KINDS = (BatchRecord, UploadRecord, EvalRecord, EvalRunRecord, EvalItemRecord, File)
-CASES = int(os.environ.get("COSERVE_CASES", "120"))
+CASES = int(os.environ.get("COSERVE_CASES", "15"))
 SAID: Any = [{"role": "user", "content": "x"}]
 OURS = {"model": "tiny", "max_tokens": 2, "messages": SAID}
 ENDED = ("completed", "ended")
@@ -156,7 +156,7 @@ def test_any_request_gets_an_answer_and_changes_nothing_of_others(play: Play) ->
 @pytest.mark.parametrize("ignores", [False, True])
 def test_each_place_of_each_body_is_checked(play: Play, ignores: bool) -> None:
     draw = draws()
-    play(lambda world: attack(world, draw, 20 * CASES, True), ignore_hosted_tools=ignores)
+    play(lambda world: attack(world, draw, 150 * CASES, True), ignore_hosted_tools=ignores)
 
 
 def test_streams_of_messages_that_are_cut_off_leave_nothing(play: Play) -> None:

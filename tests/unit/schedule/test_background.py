@@ -106,8 +106,8 @@ def turns_of(seed: int, row: float, bound: float | None) -> tuple[list[tuple[flo
             Request(name, prompt, sampling, slo=slo, arrival=now, background=background), now
         )
 
-    for i in range(3):
-        submit(f"batch-{i}", 4, True)
+    for i in range(2):
+        submit(f"batch-{i}", 2, True)
     while any(one.request.background for one in scheduler.requests.sequences.values()):
         while sum(not one.request.background for one in scheduler.requests.sequences.values()) < 2:
             submit(f"live-{(count := count + 1)}", draw.randint(2, 20), False)
