@@ -207,7 +207,7 @@ RECORDS: Final = [case.record for case in CASES.values() if not case.image]
 
 
 def failures(url: str, model: str, case: Case) -> list[str]:
-    """What is wrong with the answer to a case; empty where it passes."""
+    """Asks a case; returns a sentence for each thing that is wrong with the answer."""
     reply = httpx.post(f"{url}/v1/responses", json={"model": model, **case.body}, timeout=PATIENCE)
     if not reply.is_success:
         return [f"HTTP {reply.status_code}: {reply.json()['error']['message']}"]
@@ -238,7 +238,7 @@ def _wrong(name: str, schema: Schema | bool, value: Any) -> list[str]:
 
 
 def _unmet(case: Case, response: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the case asks for beyond the schemas."""
+    """Looks for what the case asks for beyond the schemas; returns a sentence for each thing missing."""
     if case.answer is not None and response["status"] != "completed":
         return [f"the status is {response['status']}"]
     if not response["output"]:

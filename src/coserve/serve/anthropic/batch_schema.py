@@ -98,6 +98,7 @@ class ModelInfo(BaseModel):
     type: Literal["model"] = "model"
     display_name: str
     created_at: str
+    lifecycle: Literal["active"] = "active"
     max_input_tokens: int | None = Field(description="Tokens of prompt and answer together.")
     max_tokens: int | None = Field(description="The same: an answer takes what the prompt leaves.")
 

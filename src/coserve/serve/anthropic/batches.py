@@ -146,7 +146,7 @@ def _converted(file: IO[bytes]) -> bytes:
 
 
 def _result(line: bytes) -> bytes:
-    told = msgspec.json.decode(line, type=_Line)
+    told = msgspec.json.decode(line, type=_ResultLine)
     result: Mapping[str, Any]
     if told.response is not None and told.response.status_code == 200:
         result = {"type": "succeeded", "message": told.response.body}
@@ -170,7 +170,7 @@ class _Unanswered(msgspec.Struct):
     message: str
 
 
-class _Line(msgspec.Struct):
+class _ResultLine(msgspec.Struct):
     custom_id: str
     response: _Answered | None
     error: _Unanswered | None

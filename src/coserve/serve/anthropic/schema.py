@@ -191,6 +191,9 @@ class ThinkingParam(RequestBody):
     display: Literal["summarized", "omitted"] | None = Field(
         None, description="Accepted: reasoning is told whole."
     )
+    block_binding: Ignored | None = Field(
+        None, description="Accepted: reasoning that is sent back is not checked."
+    )
 
 
 class JsonOutput(RequestBody):
