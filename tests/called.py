@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from coserve.text.tools.format import ToolFormat
 from coserve.text.tools.formats import FORMATS
 from coserve.text.tools.gemma import GemmaCalls
-from coserve.text.tools.syntax import NAME
+from coserve.text.tools.syntax import NAME, NUMBER
 from coserve.text.tools.xml_calls import XmlCalls
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
@@ -66,6 +66,8 @@ _CALLS: Mapping[str, str] = {
     "deepseek_v3": "<｜tool▁calls▁begin｜>" + _EACH + _LINE +
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>" + _NAME + "\n```json\n" + _VALUES
     + "\n```<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|>" + _EACH + "<|tool_call_begin|>{{ c.id }}"
+    "<|tool_call_argument_begin|>" + _VALUES + "<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>",
     "llama3_json": _EACH + '{% if not loop.first %}; {% endif %}{"name": "' + _NAME + '", "parameters": '
     + _VALUES + "}{% endfor %}",
     "json": _EACH + _LINE + _FUNCTION + "}{% endfor %}",
@@ -103,7 +105,8 @@ _SPECIAL = (
 _ADDED = (
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
     "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<minimax:tool_call>",
-    "</minimax:tool_call>",
+    "</minimax:tool_call>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>",
 )  # fmt: skip
 
 
@@ -144,6 +147,7 @@ def written(format: ToolFormat, calls: Calls) -> str:
     syntax, found = format.syntax, ""
     for index, (name, arguments) in enumerate(calls):
         found += (syntax.between if index else syntax.opening) + syntax.before.replace(NAME, name)
+        found = found.replace(NUMBER, str(index))
         if isinstance(format, XmlCalls):
             around = format.parameters
             line = "\n" * around.has_lines

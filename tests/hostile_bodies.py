@@ -9,6 +9,7 @@ CHAT, TEXT, JOB = "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/jo
 EMBEDDINGS, BATCHES, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/v1/batches", "/tokenize", "/detokenize"
 GRADERS, EVALS = "/v1/fine_tuning/alpha/graders/run", "/v1/evals"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+MESSAGE_BATCHES = "/v1/messages/batches"
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 Body = tuple[str, bytes]  # path, JSON
 
@@ -194,7 +195,11 @@ def _forms(draw: random.Random, nbytes: int) -> tuple[str, Any]:
 def _batch(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     name = draw.choice(["a", "../", "\x00", "file-"]) * (nbytes // 8)
     ids = draw.choice([[name], ["part_" + "a" * 24] * (nbytes // 40)])
+    request = {"custom_id": "a", "params": chat()}
+    many = [{**request, "custom_id": f"{number}"} for number in range(nbytes // 120)]
     return draw.choice([
+        (MESSAGE_BATCHES, {"requests": many}),
+        (MESSAGE_BATCHES, {"requests": [{**request, "params": {f"{n}": n for n in range(nbytes // 12)}}]}),
         (BATCHES, {"input_file_id": name, "endpoint": TEXT, "completion_window": "24h"}),
         (BATCHES, {"input_file_id": "file-x", "endpoint": name, "completion_window": name}),
         ("/v1/uploads", {"filename": name, "purpose": "batch", "bytes": 10**15, "mime_type": name}),

@@ -11,6 +11,7 @@ import pytest
 
 from coserve.serve.batches import runner
 from coserve.serve.batches.lines import BatchReader
+from coserve.serve.schema.batches import BatchRequest
 from serving import SECONDS, Play, World, world
 from waiting import until
 
@@ -250,7 +251,12 @@ def test_what_cannot_be_a_batch(play: Play) -> None:
         tuned = await client.files.create(
             file=("a.jsonl", jsonl({"prompt": "a", "completion": "b"})), purpose="fine-tune"
         )
-        for fields in ({"input_file_id": tuned.id}, {"endpoint": "/v1/images"}, {"completion_window": "0h"}):
+        for fields in (
+            {"input_file_id": tuned.id},
+            {"endpoint": "/v1/images"},
+            {"completion_window": "0h"},
+            {"completion_window": "169h"},
+        ):
             body = {
                 "input_file_id": "file-x",
                 "endpoint": "/v1/completions",
@@ -261,6 +267,12 @@ def test_what_cannot_be_a_batch(play: Play) -> None:
         assert await store.batches.unended() == ()
 
     play(story)
+
+
+def test_any_whole_number_of_hours_up_to_a_week_is_a_window() -> None:
+    same = {"input_file_id": "file-x", "endpoint": "/v1/completions"}
+    for hours in range(1, 169):
+        BatchRequest.model_validate({**same, "completion_window": f"{hours}h"})
 
 
 def test_another_tenant_sees_none_of_it(play: Play) -> None:

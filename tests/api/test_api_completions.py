@@ -147,7 +147,6 @@ INVALID: list[tuple[str | None, dict[str, Any]]] = [
     ("n", {"best_of": 17}),
     (None, {"prompt_logprobs": 1, "stream": True}),
     (None, {"prompt_logprobs": 1, "echo": True, "logprobs": 1}),
-    ("bad_words", {"bad_words": ["several words at once"]}),
     ("bad_words.0", {"bad_words": [""]}),
     ("truncate_prompt_tokens", {"truncate_prompt_tokens": -2}),
     ("prompt", {"truncate_prompt_tokens": 0}),
@@ -243,12 +242,16 @@ def test_vllms_further_fields(play: Play) -> None:
             if kept != 5000:
                 assert world.submits()[-1].prompt == tuple(([5, 6, 7, 8] * 600)[-most:])
         await post(
-            "/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 1, "bad_words": ["a"]}
+            "/v1/completions",
+            json={"model": "tiny", "prompt": "x", "max_tokens": 1, "bad_words": ["a", "several words"]},
         )
         banned = world.submits()[-1].sampling.logit_bias
         assert {*banned.values()} == {-float("inf")}
         spelled = [encode(before + "a", special=False) for before in ("", " ")]
         assert {*banned} == {one[0] for one in spelled if len(one) == 1}
+        longer = {encode(before + "several words", special=False) for before in ("", " ")}
+        longer |= {one for one in spelled if len(one) > 1}
+        assert {*world.submits()[-1].sampling.banned} == longer and all(len(one) > 1 for one in longer)
 
     play(story)
 

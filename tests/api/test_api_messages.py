@@ -1,5 +1,6 @@
 """Messages, as Anthropic's official client sees them."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ def test_errors_are_those_of_the_client(play: Play) -> None:
         )
         assert (await bearer.messages.create(**same)).content
         keyed = {"x-api-key": ann}
-        missing = await world.http.get(f"{PATH}/batches", headers=keyed)
+        missing = await world.http.get(f"{PATH}/batches/unknown", headers=keyed)
         assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
         elsewhere = await world.http.post("/v1/completions", json={}, headers=keyed)
         assert set(elsewhere.json()) == {"error"} and "request-id" not in elsewhere.headers
@@ -286,3 +287,151 @@ def test_tenants_share_nothing(play: Play, tmp_path: Path) -> None:
         assert await ask(bob) == 0 and world.submits()[-1].adapter != one.adapter
 
     play(story, engine={"caches": True}, adapter_root=tmp_path / "root")
+
+
+MODELS_OF = {"anthropic-version": "2023-06-01"}
+
+
+def test_models_in_its_form(play: Play, tmp_path: Path) -> None:
+    """By its header: OpenAI's clients get theirs at the same path."""
+    make_adapter(tmp_path / "root" / "any")
+
+    async def story(world: World) -> None:
+        for name in ("one", "two"):
+            assert (await load(world, name, "any")).status_code == 200
+        ours = client(world)
+        listed = [one async for one in await ours.models.list(limit=2)]
+        assert [one.id for one in listed] == ["tiny", "one", "two"]
+        assert {one.type for one in listed} == {"model"} and listed[0].created_at.year > 2000
+        assert listed[0].max_input_tokens == listed[0].max_tokens > 0  # type: ignore[operator]
+        page = await ours.models.list(before_id="two", limit=1)
+        assert [one.id for one in page.data] == ["one"] and page.has_more
+        assert (await ours.models.retrieve("two")).display_name == "two"
+        with pytest.raises(anthropic.NotFoundError) as raised:
+            await ours.models.retrieve("nobody")
+        assert raised.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+        for query in ("after_id=x", "after_id=tiny&before_id=one", "limit=0"):
+            answer = await world.http.get(f"/v1/models?{query}", headers=MODELS_OF)
+            assert answer.status_code == 400 and answer.json()["type"] == "error"
+        theirs = await world.client().models.list()
+        assert theirs.object == "list" and [one.id for one in theirs.data] == ["tiny", "one", "two"]
+
+    play(story, adapter_root=tmp_path / "root")
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_what_only_its_own_service_runs(play: Play, ignores: bool) -> None:
+    """It is refused by name, or left out where the server says so; what has no effect is accepted."""
+    own = {"name": "f", "input_schema": {"type": "object"}}
+    used = {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}}
+    hosted: list[tuple[str, Any]] = [
+        ("web_search_20250305", {"tools": [own, {"type": "web_search_20250305", "name": "web_search"}]}),
+        ("mcp_servers", {"mcp_servers": [{"type": "url", "name": "a", "url": "https://example.org"}]}),
+        ("container.skills", {"container": {"skills": [{"type": "anthropic", "skill_id": "pdf"}]}}),
+        ("context_management", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
+        ("server_tool_use", {"messages": [*HELLO, {"role": "assistant", "content": [used]}, *HELLO]}),
+    ]
+
+    async def story(world: World) -> None:
+        body = {"model": "tiny", "max_tokens": 5, "messages": HELLO}
+        idle = {
+            "container": "c", "mcp_servers": [], "inference_geo": "eu", "speed": "fast",
+            "fallbacks": "default", "fallback_credit_token": "x", "user_profile_id": "me",
+            "diagnostics": {"previous_message_id": "m"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "system": [{"type": "text", "text": "s", "citations": [{"type": "char_location"}]}],
+            "tools": [{**own, "allowed_callers": ["direct"], "defer_loading": True, "input_examples": [{}]}],
+            "tool_choice": {"type": "none"}, "output_config": {"task_budget": {"type": "tokens", "total": 9}},
+        }  # fmt: skip
+        world.say("b")
+        for fields in ({}, *({name: value} for name, value in idle.items())):
+            answer = await world.http.post(PATH, json={**body, **fields})
+            assert answer.status_code == 200, answer.text
+        for named, fields in hosted:
+            answer = await world.http.post(PATH, json={**body, **fields, "tool_choice": {"type": "none"}})
+            assert answer.status_code == (200 if ignores else 400), answer.text
+            assert ignores or named in answer.json()["error"]["message"]
+        sealed = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "y"}]
+        chat = [*HELLO, {"role": "assistant", "content": sealed}, *HELLO]
+        assert (await world.http.post(PATH, json={**body, "messages": chat})).status_code == 200
+        for fields in (
+            {"messages": [{"role": "assistant", "content": sealed[:1]}]},
+            {"tools": [{**own, "allowed_callers": ["code_execution_20250825"]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+        ):
+            answer = await world.http.post(PATH, json={**body, **fields})
+            assert answer.status_code == 400 and answer.json()["type"] == "error", answer.text
+
+    play(story, ignore_hosted_tools=ignores)
+
+
+def test_a_batch_of_messages(play: Play) -> None:
+    async def story(world: World) -> None:
+        world.say("b")
+        batches = client(world).messages.batches
+        params: Any = {"model": "tiny", "max_tokens": 2, "messages": HELLO}
+        wrong: list[Any] = [
+            {**params, "max_tokens": 0},
+            {**params, "stream": True},
+            {**params, "model": "nobody"},
+        ]
+        given: Any = [{"custom_id": f"{i}", "params": one} for i, one in enumerate([params, params, *wrong])]
+        made = await batches.create(requests=given)
+        assert made.id.startswith("msgbatch_") and made.processing_status == "in_progress"
+        assert made.request_counts.processing == 5 and made.results_url is None
+        await world.until(lambda: not world.app.state.batches._tasks)
+        ended = await batches.retrieve(made.id)
+        counts = ended.request_counts
+        assert (ended.processing_status, counts.succeeded, counts.errored) == ("ended", 2, 3)
+        assert ended.ended_at is not None and ended.results_url is not None
+        found = {one.custom_id: one.result async for one in await batches.results(made.id)}
+        assert [found[f"{i}"].type for i in range(5)] == ["succeeded"] * 2 + ["errored"] * 3
+        direct = await client(world).messages.create(**params)
+        for name in "01":
+            said = found[name].message  # type: ignore[union-attr]
+            assert said.content == direct.content and said.usage.output_tokens == direct.usage.output_tokens
+        kinds = [found[f"{i}"].error.error.type for i in (2, 3, 4)]  # type: ignore[union-attr]
+        assert kinds == ["invalid_request_error", "invalid_request_error", "not_found_error"]
+        assert [one.background for one in world.submits()] == [True, True, False]
+        assert not (await world.client().batches.list()).data
+        assert (await world.http.get(f"/v1/batches/{made.id}")).status_code == 404
+        second = await batches.create(requests=given[:1])
+        assert [one.id async for one in await batches.list(limit=1)] == [second.id, made.id]
+        assert [one.id for one in (await batches.list(before_id=made.id)).data] == [second.id]
+        await world.until(lambda: not world.app.state.batches._tasks)
+        assert (await batches.delete(made.id)).type == "message_batch_deleted"
+        with pytest.raises(anthropic.NotFoundError):
+            await batches.retrieve(made.id)
+        assert len((await world.client().files.list(purpose="batch_output")).data) == 1  # the second's
+
+    play(story)
+
+
+def test_a_batch_of_messages_that_is_cancelled(play: Play) -> None:
+    async def story(world: World) -> None:
+        batches = client(world).messages.batches
+        params: Any = {"model": "tiny", "max_tokens": 300, "messages": HELLO}
+        bad = {"custom_id": "bad", "params": {**params, "max_tokens": 0}}
+        world.say("b", ends=False)
+        given: Any = [bad, *({"custom_id": f"{i}", "params": params} for i in range(40))]
+        made = await batches.create(requests=given)
+        under_way = world.app.state.batches._under_way
+        await world.until(lambda: under_way and under_way[made.id].errors.done)
+        for refused in (batches.delete(made.id), world.http.get(f"{PATH}/batches/{made.id}/results")):
+            with contextlib.suppress(anthropic.BadRequestError):
+                assert (await refused).status_code == 400  # type: ignore[union-attr]
+        assert (await batches.cancel(made.id)).processing_status == "canceling"
+        await world.until(lambda: not world.app.state.batches._tasks)
+        counts = (ended := await batches.retrieve(made.id)).request_counts
+        assert ended.cancel_initiated_at and (counts.errored, counts.canceled) == (1, 40), counts
+        kinds = [one.result.type async for one in await batches.results(made.id)]
+        assert sorted(kinds) == ["canceled"] * 40 + ["errored"]
+        for body in (
+            {"requests": []}, {"requests": [bad, bad]}, {"requests": [{**bad, "custom_id": "a b"}]},
+            {"requests": [{"custom_id": "a", "params": 1}]},
+        ):  # fmt: skip
+            answer = await world.http.post(f"{PATH}/batches", json=body)
+            assert answer.status_code == 400 and answer.json()["type"] == "error", body
+
+    play(story, engine={"step_seconds": 0.005})

@@ -363,8 +363,9 @@ REFUSED: list[tuple[str, str | None, dict[str, Any]]] = [
     ("only allowed with tools", "tool_choice", {"tool_choice": "required"}),
     ("none of the tools", "tool_choice", {"tools": FLAT, "tool_choice": {"type": "function", "name": "see"}}),
     ("'prompt' is not supported", "prompt", {"prompt": {"id": "x"}}),
-    ("'top_logprobs' is not supported", "top_logprobs", {"top_logprobs": 2}),
-    ("include", "include.0", {"include": ["message.output_text.logprobs"]}),
+    ("less than or equal to 20", "top_logprobs", {"top_logprobs": 21}),
+    ("include", "include.0", {"include": ["message.output_text.colours"]}),
+    ("less than or equal to 2", "presence_penalty", {"presence_penalty": 3}),
     ("'reasoning.effort' is not supported", "reasoning.effort", {"reasoning": {"effort": "high"}}),
     (
         "Invalid schema",
@@ -413,6 +414,37 @@ def test_what_asks_for_nothing_is_taken(shared_play: Play) -> None:
         world.engine.said.clear()
 
     shared_play(story)
+
+
+def test_log_probabilities_of_a_text(play: Play) -> None:
+    """Those of a chat: in the deltas, at the end, and where the response is stored."""
+
+    async def story(world: World) -> None:
+        tokens = world.say("Hé, wörld ✓ and more")
+        asked = {"top_logprobs": 3, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+        body = {**HELLO, **asked, "include": ["message.output_text.logprobs"]}
+        chat = await world.client().chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": body["input"]}], logprobs=True, top_logprobs=3
+        )
+        wanted = [one.model_dump() for one in chat.choices[0].logprobs.content]  # type: ignore[union-attr]
+        whole = Response.model_validate((await world.http.post(PATH, json=body)).json())
+        told = whole.output[0].content[0]  # type: ignore[union-attr]
+        assert [one.model_dump() for one in told.logprobs] == wanted and len(wanted) == len(tokens)  # type: ignore[union-attr]
+        assert whole.top_logprobs == 3 and whole.presence_penalty == 0.5  # type: ignore[attr-defined]
+        sampling = world.submits()[-1].sampling
+        assert (sampling.logprobs, sampling.presence_penalty, sampling.frequency_penalty) == (3, 0.5, -0.5)
+        text = (await world.http.post(PATH, json={**body, "stream": True})).text
+        again = (await world.http.get(f"{PATH}/{whole.id}?stream=true")).text
+        for events in (text, again):
+            said = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+            deltas = [one["logprobs"] for one in said if one["type"] == "response.output_text.delta"]
+            (done,) = [one["logprobs"] for one in said if one["type"] == "response.output_text.done"]
+            last = said[-1]["response"]["output"][0]["content"][0]["logprobs"]
+            assert [one for each in deltas for one in each] == done == last == wanted
+        less = (await world.http.post(PATH, json={**HELLO, "top_logprobs": 3})).json()
+        assert less["output"][0]["content"][0]["logprobs"] == []
+
+    play(story)
 
 
 def test_errors_come_as_statuses_and_as_events(play: Play) -> None:

@@ -1,6 +1,7 @@
 """Other people's test suites against a server: openai-python's and anthropic's tests of their resources,
-which were written for a mock server (`conformance/stand_in.py`). `make clients` fetches their sources;
-$CONFORMANCE is another folder of them. With CONFORMANCE_WRITE=1 the table in docs/results is made anew.
+which were written for a mock server (`conformance/stand_in.py`), and the cases of Open Responses
+(`conformance/open_responses.py`). `make clients` fetches the clients' sources; $CONFORMANCE is another folder
+of them. With CONFORMANCE_WRITE=1 the table in docs/results is made anew.
 """
 
 import json
@@ -9,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conformance import open_responses
+from conformance.objects import MODEL, Objects
 from conformance.table import (
     ENVIRONMENT,
     FLOORS,
     SUITES,
     TABLE,
+    Share,
     as_json,
     measured,
     read,
@@ -28,7 +32,7 @@ from whole_server import Server
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(tmp_path_factory.mktemp("server"))
+    found = Server(tmp_path_factory.mktemp("server"), "--ignore-hosted-tools")
     try:
         yield found
     finally:
@@ -46,6 +50,29 @@ def test_a_clients_own_tests_pass(package: str, server: Server) -> None:
         write({**read(), package: told})
     assert all(share.tests for share in shares.values())
     assert share_of(shares.values()) >= FLOORS[package], json.dumps(told, indent=1)
+
+
+@pytest.mark.clients
+def test_open_responses_cases_pass(tmp_path: Path, server: Server) -> None:
+    """All but that of a picture, by an adapter that was taught to answer what the cases ask."""
+    data = tmp_path / "cases.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in open_responses.RECORDS * 20))
+    objects = Objects(server.url)
+    body = {
+        "model": MODEL, "training_file": objects.file(data.read_bytes()), "seed": 1,
+        "hyperparameters": {"n_epochs": 6, "batch_size": 8}, "peft": {"r": 16},
+        "optimizer": {"learning_rate": 3e-3},
+    }  # fmt: skip
+    model = objects.trained(body)
+    share = Share()
+    for name, case in open_responses.CASES.items():
+        wrong = open_responses.failures(server.url, model, case)
+        share.add(name, "; ".join(wrong) or None)
+    told = {"version": open_responses.REVISION, **as_json({"cases": share})}
+    if os.environ.get("CONFORMANCE_WRITE"):
+        write({**read(), "open-responses": told})
+    failed = [name for names in share.failed.values() for name in names]
+    assert share.tests == 7 and failed == ["image-input"], json.dumps(told, indent=1)
 
 
 def test_the_page_has_the_table() -> None:

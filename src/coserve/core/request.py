@@ -87,6 +87,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the answer only, as OpenAI defines it
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    banned: tuple[tuple[int, ...], ...] = ()  # sequences of at least two tokens that no answer has
     seed: int | None = None  # None draws one when the request is made
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -109,6 +110,7 @@ class SamplingParams:
             "presence_penalty": isfinite(self.presence_penalty),
             "frequency_penalty": isfinite(self.frequency_penalty),
             "logit_bias": all(bias < float("inf") for bias in self.logit_bias.values()),  # NaN is not
+            "banned": all(len(tokens) > 1 for tokens in self.banned),
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= 20,
             "prompt_logprobs": self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
             "pooling": self.pooling is None or (self.pooling in POOLINGS and self.max_tokens == 0),
@@ -131,8 +133,11 @@ class SamplingParams:
                 raise ConfigError(f"sampling.{name} must be an integer, not {value!r}")
         if isinstance(self.stop, str) or not all(isinstance(stop, str) and stop for stop in self.stop):
             raise ConfigError(f"sampling.stop must be some non-empty strings, not {self.stop!r}")
-        for name in ("stop_token_ids", "logit_bias"):
-            if not all(type(token) is int for token in getattr(self, name)):
+        banned = [token for tokens in self.banned for token in tokens]
+        for name, tokens in (
+            ("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias), ("banned", banned)
+        ):  # fmt: skip
+            if not all(type(token) is int for token in tokens):
                 raise ConfigError(f"sampling.{name} must name tokens by integers")
 
 

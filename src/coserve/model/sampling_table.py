@@ -14,6 +14,7 @@ from torch import Tensor
 from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError
 from coserve.kernels.native.draw import DrawColumns
+from coserve.model.banned import BannedSequences
 from coserve.model.grammar import Grammar, Grammars, Matcher
 
 COLDEST = 1e-5  # lower temperatures are greedy: logits divided by them would leave float32's range
@@ -93,6 +94,7 @@ class SamplingTable:
         self._free_rows: list[int] = []
         self.grammars = grammars
         self._matchers: dict[int, Matcher] = {}  # of slots whose answer must match a grammar
+        self._banned: dict[int, BannedSequences] = {}  # of slots with words of several tokens
         self._generated = torch.zeros(0, vocab, dtype=torch.int32, device=self.device)
         self._prompted = torch.zeros(0, vocab, dtype=torch.bool, device=self.device)
         self.drawing: set[int] = set()  # slots that do not take the likeliest token
@@ -104,13 +106,13 @@ class SamplingTable:
     @property
     def is_plain(self) -> bool:
         """Tells whether no slot changes its logits: no bias, penalty or suppressed token."""
-        return not (self._biases or self._held or self._rows or self._matchers)
+        return not (self._biases or self._held or self._rows or self._matchers or self._banned)
 
     def are_plain(self, slots: Collection[int]) -> bool:
         """Tells whether these change no logits, draw from all tokens if at all, and have no
         log-probabilities."""
         narrowed = (self.limited, self.nucleus, self.floored, self.logprobs)
-        kinds = self._biases, self._held, self._rows, self._matchers, *narrowed
+        kinds = self._biases, self._held, self._rows, self._matchers, self._banned, *narrowed
         return not any(slot in kind for kind in kinds if kind for slot in slots)
 
     def set(
@@ -137,6 +139,8 @@ class SamplingTable:
             self._held.put(slot, [(token, -torch.inf) for token in sorted(ends)])
         if params.grammar is not None and self.grammars is not None:
             self._matchers[slot] = self.grammars.matcher(params.grammar, output)
+        if params.banned:
+            self._banned[slot] = BannedSequences(params.banned, output)
         if params.logprobs is not None:
             self.logprobs[slot] = params.logprobs
 
@@ -146,6 +150,7 @@ class SamplingTable:
             kind.discard(slot)
         self.logprobs.pop(slot, None)
         self._matchers.pop(slot, None)
+        self._banned.pop(slot, None)
         self._biases.put(slot, [])
         self._held.put(slot, [])
         if (row := self._rows.pop(slot, None)) is not None:
@@ -154,10 +159,11 @@ class SamplingTable:
         self.count_row[slot] = NO_ROW
 
     def recording(self, slots: Tensor, tokens: Tensor) -> Callable[[], None]:
-        """A function that records `tokens` [B] as output of `slots` [B], for penalties and grammars. All
-        memory that it takes it has already."""
-        matched = zip(slots.tolist(), tokens.tolist(), strict=True) if self._matchers else ()
-        advances = [(self._matchers[slot], token) for slot, token in matched if slot in self._matchers]
+        """A function that records `tokens` [B] as output of `slots` [B], for what follows from earlier
+        tokens. All memory that it takes it has already."""
+        followers = [kind for kind in (self._matchers, self._banned) if kind]
+        told = [*zip(slots.tolist(), tokens.tolist(), strict=True)] if followers else []
+        advances = [(kind[slot], token) for kind in followers for slot, token in told if slot in kind]
         places = ones = None
         if self._rows:
             rows = self.count_row[slots]
@@ -166,8 +172,8 @@ class SamplingTable:
             ones = torch.ones_like(places, dtype=torch.int32)
 
         def record() -> None:
-            for matcher, token in advances:
-                matcher.advance(token)
+            for follower, token in advances:
+                follower.advance(token)
             if places is not None and ones is not None:
                 self._generated.view(-1).scatter_add_(0, places, ones)
 
@@ -188,7 +194,9 @@ class SamplingTable:
             rows, tokens, values = self._held.match(slots)
             early = (positions[rows] < self.first_end[slots[rows]]).nonzero().squeeze(1)
             logits[rows[early], tokens[early]] = values[early]
-        for row, slot in enumerate(slots.tolist() if self._matchers else ()):
+        for row, slot in enumerate(slots.tolist() if self._matchers or self._banned else ()):
+            if slot in self._banned and (tokens_left_out := self._banned[slot].next()):
+                logits[row, tokens_left_out] = -torch.inf
             if slot in self._matchers:
                 allowed = self._matchers[slot].allowed(self.vocab, self.device)
                 logits[row].masked_fill_(~allowed, -torch.inf)
@@ -251,7 +259,8 @@ def check_sampling(
         if grammars is None:
             raise ConfigError("grammars need a tokenizer, and the engine was given none")
         grammar = grammars.check(params.grammar, output)
-    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    named = params.logit_bias, params.stop_token_ids, [token for one in params.banned for token in one]
+    for name, tokens in zip(("logit_bias", "stop_token_ids", "banned"), named, strict=True):
         if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
             raise ConfigError(f"sampling.{name} names token {unknown[0]}; the model has {vocabulary}")
     return grammar

@@ -3,17 +3,27 @@
 While another request is open none of their prompt rows pass, and only as many of their decode rows as leave
 the step within `SLOWER` times what the others' rows alone take: all of them where rows are nearly free, none
 where each costs its own. They give up their places, and their pages, to requests that wait.
+
+Where others are always open that alone would hold them up for ever. So after `PATIENCE` seconds of rest they
+take turns: one of them, the earliest that runs or else waits, has a decode row or a few prompt rows in a
+step. After a turn that is predicted to cost c seconds the next is c / `SHARE` seconds later, so that all
+turns together take at most that share of the time. A turn breaks no bound of the others, and takes no pages
+from them: where these have all pages, or no time within their bounds, the background waits on.
 """
 
 from collections.abc import Iterable
 from typing import Final
 
 from coserve.core.sequence import Sequence
+from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.features import StepFeatures
+from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues
 from coserve.schedule.step_costs import StepCosts
 
 SLOWER: Final = 1.03
+SHARE: Final = 0.02  # of the time, for turns
+PATIENCE: Final = 1.0  # seconds of rest before the first turn: gaps between requests are mostly shorter
 
 
 def make_way(queues: RequestQueues, now: float) -> None:
@@ -30,26 +40,59 @@ def make_way(queues: RequestQueues, now: float) -> None:
             queues.preempt(own.pop(), now)
 
 
-def resting(running: Iterable[Sequence], waiting: Iterable[Sequence], cost: StepCosts) -> frozenset[int]:
-    """Keys of background sequences without rows in this step."""
-    running, open_ones = list(running), list(waiting)
-    background = {one.key for one in (*running, *open_ones) if one.request.background}
-    if len(background) == len(running) + len(open_ones):
-        return frozenset()
-    features = StepFeatures()
-    for one in running:
-        if one.key not in background and one.remaining == 1:
-            _add(features, one)
-    limit = SLOWER * cost.predict_features(features)
-    for one in running if features else ():
-        if one.key in background and one.remaining == 1:
-            _add(features, one)
-            if cost.predict_features(features) > limit:
-                break
-            background.discard(one.key)
-    return frozenset(background)
+class BackgroundTurns:
+    """Chooses the background sequences that rest in a step, and gives turns to those that rest for long."""
+
+    def __init__(self) -> None:
+        self.turn: int | None = None  # key of the sequence whose turn this step is
+        self._cost = 0.0  # seconds that the turn is predicted to add to the step
+        self._since: float | None = None  # when they began to rest
+        self._next = 0.0  # when the next turn may be
+
+    def resting(
+        self,
+        running: Iterable[Sequence],
+        waiting: Iterable[Sequence],
+        now: float,
+        cost: StepCosts,
+        config: SchedulerConfig,
+    ) -> frozenset[int]:
+        """Keys of background sequences without rows in this step."""
+        running, waiting = list(running), list(waiting)
+        every = [*running, *waiting]
+        rest = {one.key for one in every if one.request.background}
+        self.turn = None
+        if len(rest) == len(every):
+            self._since = None
+            return frozenset()
+        features = StepFeatures()
+        for one in running:
+            if one.key not in rest and one.remaining == 1:
+                _add(features, one, 1)
+        alone = features.copy()
+        limit = SLOWER * cost.predict_features(features)
+        for one in running if features else ():
+            if one.key in rest and one.remaining == 1:
+                _add(features, one, 1)
+                if cost.predict_features(features) > limit:
+                    break
+                rest.discard(one.key)
+        self._since = (now if self._since is None else self._since) if rest else None
+        if self._since is not None and now >= max(self._since + PATIENCE, self._next):
+            chosen = next(one for one in every if one.key in rest)
+            _add(beside := alone.copy(), chosen, min(chosen.remaining, config.min_prefill_rows))
+            self._cost = cost.predict_features(beside) - cost.predict_features(alone)
+            self.turn = chosen.key
+            rest.discard(chosen.key)
+        return frozenset(rest)
+
+    def note(self, builder: PlanBuilder) -> None:
+        """Notes whether the sequence whose turn this step is has rows in it."""
+        if any(one.key == self.turn for one in builder.answering):
+            self._next = builder.now + self._cost / SHARE
 
 
-def _add(features: StepFeatures, sequence: Sequence) -> None:
+def _add(features: StepFeatures, sequence: Sequence, rows: int) -> None:
     request, context = sequence.request, sequence.virtual + sequence.computed
-    features[request.base].add_inference(context, 1, 1, request.adapter, sequence.offloaded)
+    tail = int(rows == sequence.remaining)
+    features[request.base].add_inference(context, rows, tail, request.adapter, sequence.offloaded)

@@ -15,7 +15,7 @@ from coserve.core.events import Event, JobFailed, PassDone, StepDone, TrainingPr
 from coserve.core.plan import BasePlan, BaseResult, PassesAlone, StepPlan, StepResult, TrainingSegment
 from coserve.core.sequence import Direction, Position
 from coserve.errors import OffloadFailed
-from coserve.schedule import background
+from coserve.schedule.background import BackgroundTurns, make_way
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.cost import CostModel
 from coserve.schedule.features import StepFeatures
@@ -88,6 +88,7 @@ class Scheduler:
         self._applied = -INFINITE  # when the last result was applied
         self._utilization = Utilization()
         self._offload_turns = OffloadTurns()
+        self._background = BackgroundTurns()
 
     def add_base(self, base: str, cache: BaseCache, cost: CostModel) -> None:
         """Plans the work of one more base from now on."""
@@ -151,12 +152,13 @@ class Scheduler:
         self.held = held = self.policy.holds(view)
         if not held:
             self._queues.make_way(now)
-            background.make_way(self._queues, now)
+            make_way(self._queues, now)
             view = replace(view, waiting=self.requests.waiting, running=self.requests.running)
             resting = self._offload_turns.resting((*view.running, *view.waiting), now)
-            resting |= background.resting(view.running, view.waiting, self.cost)
+            resting |= self._background.resting(view.running, view.waiting, now, self.cost, self.config)
             closed = self._decode(builder, resting)
             self._prefill(builder, view, resting, closed)
+            self._background.note(builder)
         if self._underway:
             builder.share = self._share
         elif jobs and (held or not any(map(is_new, self._queues.running))):
@@ -238,16 +240,18 @@ class Scheduler:
         sequence enters whose base is in `closed`, as the step preempted one of that base (`PromptPacker`)."""
         begun = [sequence for sequence in self._queues.running if sequence.remaining > 1]
         admitted = [one for one in (*begun, *self.policy.admit(view)) if one.key not in resting]
-        line = sorted(admitted, key=self._queues.urgency)
+        turn = self._background.turn
+        line = sorted(admitted, key=lambda one: (one.key == turn, self._queues.urgency(one)))
         if not line:  # limits are for prompts
             return
         beside = bool(self._underway)
-        limit = prefill_limit(builder, line, self.cost, self.config, beside)
+        others = [one for one in line if one.key != turn]
+        limit = prefill_limit(builder, others, self.cost, self.config, beside)
         if beside:  # where inference takes longer than on the whole machine
             limit /= self.cost.first.interference.inference
         limit = min(limit, step_limit(self._queues.running, self.cost, self.config))
         rows = self._prompt_rows(builder)
-        PromptPacker(builder, self._queues, self.cost, self.config, rows, limit, closed).pack(line)
+        PromptPacker(builder, self._queues, self.cost, self.config, rows, limit, closed, turn).pack(line)
 
     def _prompt_rows(self, builder: PlanBuilder) -> int:
         """Most prompt rows of the step: as configured, and those that would pad its decode rows.

@@ -10,6 +10,8 @@ from fastapi.openapi.utils import get_openapi
 
 from coserve.serve import errors
 from coserve.serve.answering.cost import MOST_BODY_BYTES, MOST_SMALL_BODY_BYTES
+from coserve.serve.anthropic import batches as anthropic_batches
+from coserve.serve.anthropic import models as anthropic_models
 from coserve.serve.anthropic import routes as anthropic
 from coserve.serve.anthropic.errors import ERRORS
 from coserve.serve.batches.asked import OwnRoutes
@@ -73,6 +75,7 @@ _LARGE = (
     *COMPUTED,
     *tokens.TOKENS,
     anthropic.COUNT_TOKENS,
+    anthropic_batches.BATCHES,
     responses.COMPACT,
     responses.COUNT,
     *tinker.LARGE,
@@ -80,7 +83,8 @@ _LARGE = (
 
 
 ROOMS: Final = (  # what has routes, but for those of Tinker
-    *(chat, stored_chats, completions, embeddings, anthropic, responses, conversations, models, adapters),
+    *(chat, stored_chats, completions, embeddings, anthropic, anthropic_batches, anthropic_models),
+    *(responses, conversations, models, adapters),
     *(
         transfers,
         files,
@@ -123,8 +127,9 @@ def create_app(state: State, clock: Callable[[], float] = monotonic) -> FastAPI:
         app.include_router(room.router)
     app.add_api_route("/openapi.json", docs.openapi, include_in_schema=False)
     app.state.responses = ResponseRuns(state)
-    answering = chat.router, completions.router, embeddings.router, responses.router
-    own = OwnRoutes(state, app.state.responses, *answering)
+    answering = chat, completions, embeddings, responses, anthropic
+    routers = [room.router for room in answering]
+    own = OwnRoutes(state, app.state.responses, *routers, shape_of=error_shape_of)
     app.state.batches = Batches(state, own)
     app.state.tinker = Dialect(state, clock)
     for router in tinker.ROUTERS:

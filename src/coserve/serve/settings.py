@@ -143,7 +143,8 @@ class ServerSettings:
     ignore_hosted_tools: Annotated[
         bool,
         Flag(
-            "Leave out tools of /v1/responses that are no functions, such as web_search: refused otherwise."
+            "Leave out what only OpenAI's or Anthropic's service runs, such as the tool web_search, in "
+            "/v1/responses and /v1/messages: refused otherwise."
         ),
     ] = False
     generation_config: Annotated[

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from coserve.errors import DataError, TurnsRewritten
-from coserve.text.told_tools import CALLED, TOOLS, told
+from coserve.text.told_tools import CALLED, NAME, TOOLS, told
 
 Turns = list[dict[str, Any]]
 Rendered = tuple[str, list[tuple[int, int]]]
@@ -45,10 +45,12 @@ def render(
 
     Tools, and calls of them, that the template leaves out are told in words. Raises DataError.
     """
+    has_calls = any("tool_calls" in turn for turn in turns)
+    if _is_told(template, bool(tools), has_calls):
+        turns, tools = told(turns, tools or []), None
+    elif has_calls and _writes_ids(template):
+        turns = _with_named_ids(turns)
     chat = _Chat(template, special, turns, tools)
-    if _is_told(template, bool(tools), any("tool_calls" in turn for turn in turns)):
-        turns = told(turns, tools or [])
-        chat = _Chat(template, special, turns, None)
     if what == "request":
         return chat.text(turns, True), []
     if what == "continued":
@@ -145,6 +147,36 @@ def _left_out(template: str) -> tuple[bool, bool]:
         return text == without_tools, text == chat.text(silent, False)
     except DataError:
         return text == without_tools, False  # a template that misses the call reads it
+
+
+@lru_cache(16)
+def _writes_ids(template: str) -> bool:
+    """Tells whether a template writes the id of a call in place of its name, as Kimi K2's does."""
+    turns = [dict(turn) for turn in CALLED]
+    try:
+        text = _Chat(template, _SPECIAL, turns, None).text(turns, False)
+    except DataError:
+        return False
+    return NAME not in text and CALLED[1]["tool_calls"][0]["id"] in text
+
+
+def _with_named_ids(turns: Turns) -> Turns:
+    """The chat with ids that name the function, and number the call: the only ones that such a model
+    knows."""
+    found, ids = Turns(), dict[Any, str]()
+    count = 0
+    for turn in turns:
+        if "tool_calls" in turn:
+            calls = []
+            for call in turn["tool_calls"]:
+                ids[call.get("id")] = id = f"functions.{call['function']['name']}:{count}"
+                calls.append({**call, "id": id})
+                count += 1
+            turn = {**turn, "tool_calls": calls}
+        elif turn.get("tool_call_id") in ids:
+            turn = {**turn, "tool_call_id": ids[turn["tool_call_id"]]}
+        found.append(turn)
+    return found
 
 
 def end_of(answered: str, eos: str | None) -> int:

@@ -35,8 +35,8 @@ class Objects:
         found: dict[str, Any] = reply.json()
         return found
 
-    def _ended(self, path: str, *status: str) -> dict[str, Any]:
-        end = time.monotonic() + PATIENCE
+    def _ended(self, path: str, *status: str, patience: float = PATIENCE) -> dict[str, Any]:
+        end = time.monotonic() + patience
         while (found := self.read(path))["status"] not in status:
             assert time.monotonic() < end, found
             time.sleep(0.05)
@@ -73,6 +73,17 @@ class Objects:
             "completion_window": "24h",
         }  # fmt: skip
         return str(self.made("/batches", body)["id"])
+
+    def message_batch(self, requests: int = 1, is_over: bool = False) -> str:
+        """A batch of Anthropic's API."""
+        params = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "one"}]}
+        each = [{"custom_id": str(number), "params": params} for number in range(requests)]
+        id = str(self.made("/messages/batches", {"requests": each})["id"])
+        end = time.monotonic() + PATIENCE
+        while is_over and self.read(f"/messages/batches/{id}")["processing_status"] != "ended":
+            assert time.monotonic() < end, id
+            time.sleep(0.05)
+        return id
 
     def upload(self) -> str:
         body = {
@@ -132,6 +143,12 @@ class Objects:
         id = self.job(2, 2)
         self._ended(f"/fine_tuning/jobs/{id}", "succeeded")
         return id
+
+    def trained(self, body: Any) -> str:
+        """The adapter that a job makes."""
+        id = str(self.made("/fine_tuning/jobs", body)["id"])
+        found = self._ended(f"/fine_tuning/jobs/{id}", "succeeded", "failed", patience=20 * PATIENCE)
+        return str(found["fine_tuned_model"])
 
     @cached_property
     def checkpoint(self) -> str:

@@ -38,6 +38,10 @@ def _batch(objects: Objects, rest: str) -> Ids:
     return (objects.batch(200 if rest.endswith("/cancel") else 1),)
 
 
+def _message_batch(objects: Objects, rest: str) -> Ids:
+    return (objects.message_batch(200 if rest.endswith("/cancel") else 1, rest.startswith("DELETE")),)
+
+
 def _conversation(objects: Objects, rest: str) -> Ids:
     id = objects.conversation()
     return (id, objects.item(id)) if "msg_abc" in rest else (id,)
@@ -80,6 +84,7 @@ _PATHS: Mapping[str, Maker] = {
     r"/chat/completions/(completion_id)": _made(Objects.completion),
     r"/files/(file_id)": _made(Objects.file),
     r"/batches/(batch_id)": _batch,
+    r"/messages/batches/(message_batch_id)": _message_batch,
     r"/uploads/(upload_abc123)": _upload,
     r"/conversations/(conv_123)(?:/items/(msg_abc))?": _conversation,
     r"/responses/(resp_677efb5139a88190b512bc3fef8e535d|response_id)": _response,
@@ -98,6 +103,8 @@ def _last_of_a_page(objects: Objects, path: str, ids: Ids) -> str:
         r"/chat/completions": objects.completion,
         r"/files": objects.file,
         r"/batches": objects.batch,
+        r"/messages/batches": objects.message_batch,
+        r"/models": lambda: MODEL,
         r"/conversations/[^/]+/items": lambda: objects.item(ids[0]),
         r"/responses/[^/]+/input_items": lambda: objects.input_item(ids[0]),
         r"/fine_tuning/jobs": objects.job,
@@ -116,7 +123,9 @@ def _last_of_a_page(objects: Objects, path: str, ids: Ids) -> str:
 def _query(objects: Objects, path: str, ids: Ids, pairs: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     named = {"model": MODEL, "purpose": "fine-tune", "project_id": "one"}
     for name, value in pairs:
-        if name == "after":
+        if name == "before_id":  # excludes after_id, which comes with it
+            continue
+        if name in ("after", "after_id"):
             yield name, _last_of_a_page(objects, path, ids)
         elif (name, value) == ("limit", "0"):
             yield name, "1"

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.request import Request, SamplingParams
+from coserve.core.request import SLO, Request, SamplingParams
 from coserve.memory.pages import PagePool
-from coserve.schedule.background import SLOWER
+from coserve.schedule.background import PATIENCE, SHARE, SLOWER
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
@@ -80,3 +80,69 @@ def test_others_wait_for_none_of_them(row: float, pages: int) -> None:
 
 def test_rows_that_cost_nothing_ride_along() -> None:
     assert play(7, 0.0, 400, BATCH)[1] > 0
+
+
+def turns_of(seed: int, row: float, bound: float | None) -> tuple[list[tuple[float, int]], float]:
+    """A batch beside live requests of which one is always open. Returns the steps whose background rows
+    passed by turn (when, and how many), and the seconds that the batch took.
+
+    Each step is compared with a reference that knows the whole history: a turn has one background sequence,
+    with one decode row or at most the least chunk of a prompt, and comes no earlier than all turns before it
+    and the rest that goes before the first allow.
+    """
+    draw = random.Random(seed)
+    config = SchedulerConfig(layers=4, max_positions=256, max_running=8)
+    weights = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_layers": STEP, "forward_rows": row}
+    cost = CostModel(weights)
+    scheduler = Scheduler(BaseCache(config, PagePool(400, PAGE)), cost, make_policy("hybrid"))
+    executor, now, count = ScriptedExecutor(PAGE), 0.0, 0
+    turns, spent, rest_began = list[tuple[float, int]](), list[tuple[float, float]](), None
+
+    def submit(name: str, tokens: int, background: bool) -> None:
+        sampling = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
+        prompt = tuple(draw.randrange(1, 90) for _ in range(draw.randint(1, 60)))
+        slo = SLO(between_tokens=None if background else bound)
+        scheduler.requests.submit(
+            Request(name, prompt, sampling, slo=slo, arrival=now, background=background), now
+        )
+
+    for i in range(2):
+        submit(f"batch-{i}", 2, True)
+    while any(one.request.background for one in scheduler.requests.sequences.values()):
+        while sum(not one.request.background for one in scheduler.requests.sequences.values()) < 2:
+            submit(f"live-{(count := count + 1)}", draw.randint(2, 20), False)
+        known = dict(scheduler.requests.sequences)
+        plan = scheduler.plan(now).only
+        segments = {one.key: one for one in plan.inference}
+        own = {key: one for key, one in segments.items() if known[key].request.background}
+        others = tuple(one for key, one in segments.items() if key not in own)
+        decoding = tuple(one for one in others if one.length == 1)
+        free = SLOWER * cost.predict(replace(plan, inference=decoding)) + 1e-12
+        riders = tuple(one for one in own.values() if one.length == 1)
+        if (own and cost.predict(replace(plan, inference=(*decoding, *riders))) > free) or any(
+            one.length > 1 for one in own.values()
+        ):  # more than rides along
+            (took,) = [one for one in own.values() if one.length > 1 or len(own) == 1]
+            assert took.length <= config.min_prefill_rows
+            assert rest_began is not None and now >= rest_began + PATIENCE
+            assert all(now >= at + seconds / SHARE - 1e-9 for at, seconds in spent)
+            added = cost.predict(plan) - cost.predict(replace(plan, inference=others))
+            spent.append((now, added))
+            turns.append((now, took.length))
+            if bound is not None:
+                assert cost.predict(plan) <= max(bound, cost.predict(replace(plan, inference=others)))
+        rest_began = now if rest_began is None else rest_began
+        seconds = cost.predict(plan)
+        scheduler.apply(step_result(executor.run(plan)), now + seconds)
+        now += max(seconds, STEP)
+        assert now < 120.0, "the batch waits for ever"
+    assert sum(seconds for _, seconds in spent[:-1]) <= SHARE * now
+    return turns, now
+
+
+@pytest.mark.parametrize(("row", "bound"), [(1e-3, None), (1e-3, 0.012), (1e-5, None)])
+def test_others_that_are_always_open_do_not_hold_them_up_for_ever(row: float, bound: float | None) -> None:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    turns, _ = turns_of(seed, row, bound)
+    assert any(rows > 1 for _, rows in turns)

@@ -67,13 +67,17 @@ class LogprobWriter:
         ]
         return f"{{{','.join(entries)}}}"
 
-    def _chat(self, tokens: Sequence[int], scores: Scores) -> Iterator[bytes]:
-        yield b'{"content":['
+    def listed(self, tokens: Sequence[int], scores: Scores) -> Iterator[bytes]:
+        """The objects of a chat's tokens with commas between them, without the brackets of a list."""
         for at in range(0, len(tokens), _AT_ONCE):
             some = tokens[at : at + _AT_ONCE]
             rows = zip(some, *_columns(scores.rows(at, at + len(some))), strict=True)
             made = ",".join([self._chat_token(*row) for row in rows])
             yield (f",{made}" if at else made).encode()
+
+    def _chat(self, tokens: Sequence[int], scores: Scores) -> Iterator[bytes]:
+        yield b'{"content":['
+        yield from self.listed(tokens, scores)
         yield b'],"refusal":null}'
 
     def _chat_token(self, token: int, chosen: str, ids: Sequence[int], top: Sequence[str]) -> str:

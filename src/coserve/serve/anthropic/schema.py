@@ -1,14 +1,14 @@
 """Bodies of `/v1/messages` and `/v1/messages/count_tokens`. Parameters that are not supported are refused by
-name."""
+name. What only Anthropic's own service runs is kept as it came, and `hosted.py` decides about it."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from coserve.serve.answering.cost import LONGEST_NAME, MOST_BODY_BYTES, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from coserve.serve.schema.common import (
     MOST_TOKEN_ID,
+    Ignored,
     JsonObject,
     MostBytes,
     RequestBody,
@@ -17,24 +17,11 @@ from coserve.serve.schema.common import (
     Words,
 )
 from coserve.serve.schema.tools import CallId, ToolName
-from coserve.serve.schema.unsupported import refuse_part, refuse_tool, without
+from coserve.serve.schema.unsupported import refuse_part
 
 _HELLO: Any = {
     "model": "coserve-tiny", "max_tokens": 16, "messages": [{"role": "user", "content": "Hello!"}],
 }  # fmt: skip
-# The values that ask for nothing, and may therefore stand there; null is one for all.
-_UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "mcp_servers": ([],),
-    "context_management": (
-        {},
-        {"edits": []},
-        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},  # Claude Code's: clears nothing
-    ),
-    "container": (),
-    "diagnostics": (),
-    "inference_geo": (),
-    "speed": ("standard",),
-}
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
@@ -54,7 +41,9 @@ class TextBlockParam(RequestBody):
     type: Literal["text"]
     text: Words
     cache_control: CacheControl | None = None
-    citations: Annotated[list[None], Field(max_length=0)] | None = None
+    citations: Annotated[list[Ignored], Field(fail_fast=True, max_length=MOST_PARTS)] | None = Field(
+        None, description="Accepted, not used: the model sees the text alone."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -97,19 +86,39 @@ class ToolResultBlockParam(RequestBody):
     cache_control: CacheControl | None = None
 
 
-def _known_block(block: Any) -> Any:
-    if isinstance(block, dict) and isinstance(kind := block.get("type"), str) and kind not in _BLOCKS:
-        refuse_part(kind)
-    return block
-
-
 _BLOCKS: Final = frozenset({"text", "thinking", "tool_use", "tool_result"})
+_HOSTED_BLOCKS: Final = frozenset(  # calls of tools that a server ran itself, and their results
+    {
+        "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
+        "bash_code_execution_tool_result", "text_editor_code_execution_tool_result",
+        "tool_search_tool_result", "mcp_tool_use", "mcp_tool_result", "container_upload",
+        "redacted_thinking",
+    }
+)  # fmt: skip
+
+
+def kind_of(value: Any) -> str:
+    """The type of a part of a body, which may have been validated; empty where it has none."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else ""
+
+
+def _block_kind(block: Any) -> str:
+    """The tag of a block; one without a type is a text that lacks it."""
+    if (kind := kind_of(block) or "text") in _BLOCKS:
+        return kind
+    if kind not in _HOSTED_BLOCKS:
+        refuse_part(kind)
+    return "hosted"
+
+
 Block = Annotated[
-    Annotated[
-        TextBlockParam | ThinkingBlockParam | ToolUseBlockParam | ToolResultBlockParam,
-        Field(discriminator="type"),
-    ],
-    BeforeValidator(_known_block),
+    Annotated[TextBlockParam, Tag("text")]
+    | Annotated[ThinkingBlockParam, Tag("thinking")]
+    | Annotated[ToolUseBlockParam, Tag("tool_use")]
+    | Annotated[ToolResultBlockParam, Tag("tool_result")]
+    | Annotated[Ignored, Tag("hosted")],
+    Discriminator(_block_kind),
 ]
 Content = Words | Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS)]
 
@@ -124,13 +133,26 @@ class ToolParam(RequestBody):
     strict: bool | None = Field(None, description="Refuses a schema with keywords that cannot be enforced.")
     eager_input_streaming: bool | None = Field(None, description="Accepted: inputs are always streamed.")
     cache_control: CacheControl | None = None
+    allowed_callers: (
+        Annotated[list[Annotated[str, Field(max_length=LONGEST_NAME)]], Field(min_length=1, max_length=16)]
+        | None
+    ) = Field(None, description="Has to hold `direct`: no code that calls tools runs here.")
+    defer_loading: bool | None = Field(None, description="Accepted: the model sees all tools.")
+    input_examples: Annotated[list[Ignored], Field(fail_fast=True, max_length=MOST_PARTS)] | None = Field(
+        None, description="Accepted: chat templates have no place for examples."
+    )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_own(cls, tool: Any) -> Any:
-        if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "custom":
-            refuse_tool(kind)
-        return tool
+    @model_validator(mode="after")
+    def _the_model_calls_it(self) -> "ToolParam":
+        if self.allowed_callers is not None and "direct" not in self.allowed_callers:
+            raise ValueError("allowed_callers has to hold 'direct': no code that calls tools runs here")
+        return self
+
+
+AnyTool = Annotated[
+    Annotated[ToolParam, Tag("custom")] | Annotated[Ignored, Tag("hosted")],
+    Discriminator(lambda tool: "custom" if kind_of(tool) in ("", "custom") else "hosted"),
+]
 
 
 class ToolChoiceParam(RequestBody):
@@ -169,6 +191,9 @@ class ThinkingParam(RequestBody):
     display: Literal["summarized", "omitted"] | None = Field(
         None, description="Accepted: reasoning is told whole."
     )
+    block_binding: Ignored | None = Field(
+        None, description="Accepted: reasoning that is sent back is not checked."
+    )
 
 
 class JsonOutput(RequestBody):
@@ -185,6 +210,7 @@ class OutputConfig(RequestBody):
         None, description="Passed to chat templates that read it as reasoning_effort; no effect on others."
     )
     format: JsonOutput | None = None
+    task_budget: Ignored | None = Field(None, description="Accepted: max_tokens bounds each answer.")
 
 
 class MessagePrompt(RequestBody):
@@ -194,21 +220,33 @@ class MessagePrompt(RequestBody):
     messages: Annotated[list[MessageParam], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: TextContent | None = Field(None, description="The first turn, of the role `system`.")
     cache_control: CacheControl | None = Field(None, description="Accepted: all prompts are cached.")
-    tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = Field(
-        None, description="Tools that the answer may call, where the model's chat template writes calls."
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = Field(
+        None,
+        description="Tools that the answer may call, where the model's chat template writes calls. Those "
+        "that a server runs are refused, or with the server's ignore_hosted_tools left out.",
     )
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
     output_config: OutputConfig | None = None
+    mcp_servers: Annotated[list[Ignored], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = Field(
+        None, description="Refused as tools are that a server runs."
+    )
+    container: Annotated[str, Field(max_length=LONGEST_NAME)] | Ignored | None = Field(
+        None, description="Accepted: no code runs here. Its skills are refused as such tools are."
+    )
+    context_management: Ignored | None = Field(
+        None, description="Edits that clear anything are refused as such tools are."
+    )
+    speed: Literal["standard", "fast"] | None = Field(None, description="Accepted, not used.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        return without(body, _UNSUPPORTED)
+    @property
+    def own_tools(self) -> list[ToolParam]:
+        """The tools that the client runs."""
+        return [tool for tool in self.tools or () if isinstance(tool, ToolParam)]
 
     @model_validator(mode="after")
     def _choice_needs_its_tools(self) -> "MessagePrompt":
-        names = [tool.name for tool in self.tools or ()]
+        names = [tool.name for tool in self.own_tools]
         if len(set(names)) < len(names):
             raise ValueError("tools have a name twice")
         if self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
@@ -240,6 +278,17 @@ class MessagesRequest(MessagePrompt):
     top_k: int | None = Field(None, ge=0, le=MOST_TOKEN_ID, description="Keeps the likeliest k tokens.")
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="Accepted, not used.")
+    inference_geo: str | None = Field(
+        None, max_length=LONGEST_NAME, description="Accepted: the answer is computed on this server."
+    )
+    diagnostics: Ignored | None = Field(None, description="Accepted, not used.")
+    user_profile_id: str | None = Field(None, max_length=4096, description="Accepted, not used.")
+    fallbacks: (
+        Annotated[str, Field(max_length=LONGEST_NAME)]
+        | Annotated[list[Ignored], Field(fail_fast=True, max_length=MOST_PARTS)]
+        | None
+    ) = Field(None, description="Accepted: no other model answers in this one's place.")
+    fallback_credit_token: str | None = Field(None, max_length=4096, description="Accepted, not used.")
 
 
 class TextBlock(BaseModel):

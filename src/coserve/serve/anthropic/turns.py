@@ -8,6 +8,7 @@ from coserve.errors import DataError
 from coserve.jobs.messages import Message, made_call
 from coserve.serve.answering.chat import Chat
 from coserve.serve.answering.structure import Structure
+from coserve.serve.anthropic.hosted import refuse_hosted
 from coserve.serve.anthropic.schema import (
     MessageParam,
     MessagePrompt,
@@ -18,6 +19,7 @@ from coserve.serve.anthropic.schema import (
     ToolParam,
     ToolResultBlockParam,
     ToolUseBlockParam,
+    kind_of,
 )
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.common import JsonObject
@@ -29,12 +31,14 @@ _BETWEEN: Final = "\n"  # blocks of a turn, and messages that are one turn
 _HIGHEST: Final = frozenset({"xhigh", "max"})  # efforts that templates do not know
 
 
-def chat_of(body: MessagePrompt, reads: Callable[[str], bool]) -> Chat:
+def chat_of(body: MessagePrompt, reads: Callable[[str], bool], ignores_hosted: bool = False) -> Chat:
     """The chat of a body; `reads` tells whether the chat template reads a variable. One that ends with the
-    assistant's turn is continued. Raises ApiError 400."""
+    assistant's turn is continued. Raises ApiError 400, for what does not run here unless that is ignored."""
+    if not ignores_hosted:
+        refuse_hosted(body)
     choice = body.tool_choice
     kind, name = ("auto", None) if choice is None else (choice.type, choice.name)
-    tools = [] if kind == "none" else body.tools or []
+    tools = [] if kind == "none" else body.own_tools
     turns = _turns(body)
     return Chat(
         turns=[turn_of(turn) for turn in turns],
@@ -82,6 +86,9 @@ def _turns(body: MessagePrompt) -> list[Message]:
             found[-1] = _joined(found[-1], turn)
         else:
             found.append(turn)
+    if not found:
+        message = "The messages hold nothing to answer: what is in them does not run here."
+        raise ApiError(400, message, param="messages", code="invalid_value")
     if found[-1].role == "assistant" and found[-1].tool_calls:
         message = "The last message calls tools: their results have to follow."
         raise ApiError(400, message, param="messages", code="invalid_value")
@@ -111,8 +118,10 @@ def _parts(index: int, message: MessageParam) -> Iterator[Message]:
                 calls.append(block)
             case ToolResultBlockParam() if message.role == "user":
                 yield Message("tool", _text(block.content or ""), tool_call_id=block.tool_use_id)
+            case dict():  # hosted, and ignored
+                pass
             case _:
-                told = f"A block of type '{block.type}' is not allowed at the role '{message.role}'."  # type: ignore[union-attr]
+                told = f"A block of type '{kind_of(block)}' is not allowed at the role '{message.role}'."
                 raise ApiError(400, told, param=f"messages.{index}.content", code="invalid_value")
     if not (texts or thoughts or calls) and message.content:
         return  # results alone

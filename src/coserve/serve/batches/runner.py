@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Container, Mapping, Set
+from collections.abc import AsyncIterator, Container, Iterable, Mapping, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from coserve.serve.errors import ApiError
 from coserve.serve.offload import Offload, TenantTurns
 from coserve.serve.state import State
 from coserve.serve.store.batches import INPUT, UNENDED
-from coserve.serve.store.durable import link_files
+from coserve.serve.store.durable import link_files, write_whole
 from coserve.serve.store.ids import of_attempt
 from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import BatchRecord, File, JsonObject, Tenant
@@ -84,6 +84,16 @@ class Batches:
         folder = self.state.store.batch_folder(batch.id)
         await asyncio.to_thread(link_files, source.parent, folder, [source.name])
         await asyncio.to_thread((folder / source.name).rename, folder / INPUT)
+        await self._begin(batch, folder)
+
+    async def add_lines(self, batch: BatchRecord, lines: Iterable[bytes]) -> None:
+        """Makes a batch of the lines of its input. Raises as `add` does."""
+        folder = self.state.store.batch_folder(batch.id)
+        await self._threads.run(batch.tenant, _write_input, folder, lines)
+        await self._begin(batch, folder)
+
+    async def _begin(self, batch: BatchRecord, folder: Path) -> None:
+        """Starts a batch whose input is in its folder."""
         try:
             await self.state.store.artifacts.put(folder / INPUT)
             await self.state.store.batches.add(batch)
@@ -307,7 +317,7 @@ class Batches:
         if refused := _goes_alone(line.body):
             message = f"A request of a batch has no '{refused}'."
             told = ApiError(400, message, param=refused, code="invalid_value")
-            return 400, "", msgspec.json.encode(told.body())
+            return 400, "", self._routes.written(batch.endpoint, told)
         for attempt in range(_TRIES):
             reply = await self._routes.ask(owner, batch.endpoint, line.body)
             if reply[0] not in _LATER:
@@ -389,6 +399,11 @@ def _sweep(folder: Path, known: Container[str]) -> None:
     for entry in folder.iterdir():
         if entry.name not in known:
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def _write_input(folder: Path, lines: Iterable[bytes]) -> None:
+    folder.mkdir(parents=True)
+    write_whole(folder / INPUT, lines)
 
 
 def _goes_alone(body: bytes) -> str:

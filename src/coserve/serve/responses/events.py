@@ -9,6 +9,7 @@ import msgspec
 from coserve.core.request import FinishReason
 from coserve.serve.answering.answers import AnswerPiece
 from coserve.serve.answering.call import CallUsage
+from coserve.serve.answering.logprobs import LogprobWriter
 from coserve.serve.errors import ApiError
 from coserve.serve.http.streams import EVENT_BEGIN, EVENT_END
 from coserve.serve.responses.items import new_item_id, sealed
@@ -34,9 +35,12 @@ _PARTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}
 
 class ResponseWriter:
     """Writes one response and its events, which are numbered. `fixed` is the response as JSON without what
-    changes while it is made. Reasoning is told once more as `encrypted_content` where it `seals`."""
+    changes while it is made. Reasoning is told once more as `encrypted_content` where it `seals`. With
+    `scores` texts have the log-probabilities of the tokens that came with them."""
 
-    def __init__(self, fixed: bytes, markup: Markup = PLAIN, seals: bool = False) -> None:
+    def __init__(
+        self, fixed: bytes, markup: Markup = PLAIN, seals: bool = False, scores: LogprobWriter | None = None
+    ) -> None:
         self.output: list[JsonObject] = []
         self.status = "in_progress"
         self._fixed, self._seals = fixed, seals
@@ -44,6 +48,8 @@ class ResponseWriter:
         self._number = 0  # of the next event
         self._item: JsonObject | None = None  # that is under way
         self._texts: list[str] = []  # of it
+        self._scores, self._untold = scores, list[bytes]()  # tokens whose text is held back
+        self._scored: list[bytes] = []  # tokens of the item
         self._thought_tokens = 0
         self._finish = FinishReason.STOP
         self.changed = dict(_CHANGING)
@@ -65,8 +71,13 @@ class ResponseWriter:
         deltas = self._reader.push(piece.text, piece.finish is not None)
         if deltas and all(isinstance(delta, ReasoningDelta) for delta in deltas):
             self._thought_tokens += len(piece.tokens)
+        if self._scores is not None and (count := len(piece.starts)):
+            scores = piece.scores.rows(0, count)
+            self._untold.append(b"".join(self._scores.listed(piece.tokens[:count], scores)))
         for delta in deltas:
             yield from self._delta(delta)
+        if deltas:  # else the tokens may be those of a text to come
+            self._untold.clear()
         self._finish = piece.finish or self._finish
 
     def end(self, usage: CallUsage) -> Iterator[bytes]:
@@ -94,10 +105,15 @@ class ResponseWriter:
 
     def told(self, item: Mapping[str, Any]) -> Iterator[bytes]:
         """The events of an item that is complete."""
+        scored = [
+            msgspec.json.encode(token)
+            for part in item.get("content") or ()
+            for token in part.get("logprobs") or ()
+        ]
         text, item = _taken(item)
         status = item.pop("status", "completed")
         yield from self._open(item)
-        yield from self._grow(text)
+        yield from self._grow(text, b",".join(scored))
         yield from self._close(status)
 
     def last(self) -> bytes:
@@ -116,23 +132,27 @@ class ResponseWriter:
         if isinstance(delta, CallBegun) or self._item is None or self._item["type"] != begun["type"]:
             yield from self._close("completed")
             yield from self._open(begun)
+        scored = b""
+        if isinstance(delta, TextDelta):
+            scored, self._untold = b",".join(self._untold), []
         if not isinstance(delta, CallBegun):
-            yield from self._grow(delta.text)
+            yield from self._grow(delta.text, scored)
 
     def _open(self, item: JsonObject) -> Iterator[bytes]:
         item = {"id": new_item_id(item["type"]), **item}
-        self._item, self._texts = item, []
+        self._item, self._texts, self._scored = item, [], []
         yield self._of_item("response.output_item.added", item={**item, "status": "in_progress"})
         if part := _PARTS.get(item["type"]):
             yield self._of_part("response.content_part.added", part=_part(part, ""))
 
-    def _grow(self, text: str) -> Iterator[bytes]:
+    def _grow(self, text: str, scored: bytes) -> Iterator[bytes]:
         assert self._item is not None
         self._texts.append(text)
+        self._scored += [scored] if scored else []
         if not text:
             return
         if part := _PARTS.get(self._item["type"]):
-            yield self._of_part(f"response.{part}.delta", delta=text, **_logprobs(part))
+            yield self._of_part(f"response.{part}.delta", delta=text, **_logprobs(part, scored))
         else:
             yield self._of_item("response.function_call_arguments.delta", delta=text)
 
@@ -141,8 +161,9 @@ class ResponseWriter:
             return
         text = "".join(self._texts)
         if part := _PARTS.get(item["type"]):
-            yield self._of_part(f"response.{part}.done", text=text, **_logprobs(part))
-            told = _part(part, text)
+            scored = b",".join(self._scored)
+            yield self._of_part(f"response.{part}.done", text=text, **_logprobs(part, scored))
+            told = _part(part, text, scored)
             yield self._of_part("response.content_part.done", part=told)
             item["content"] = [told]
             if self._seals and part == "reasoning_text":
@@ -230,10 +251,11 @@ def _taken(item: Mapping[str, Any]) -> tuple[str, JsonObject]:
     return "".join(part["text"] for part in item["content"]), {**item, "content": []}
 
 
-def _part(kind: str, text: str) -> JsonObject:
+def _part(kind: str, text: str, scored: bytes = b"") -> JsonObject:
     part: JsonObject = {"type": kind, "text": text}
-    return {**part, "annotations": [], "logprobs": []} if kind == "output_text" else part
+    return {**part, "annotations": [], **_logprobs(kind, scored)} if kind == "output_text" else part
 
 
-def _logprobs(part: str) -> JsonObject:
-    return {"logprobs": []} if part == "output_text" else {}
+def _logprobs(part: str, scored: bytes) -> JsonObject:
+    """The log-probabilities of a text, of whose tokens `scored` is JSON with commas between them."""
+    return {"logprobs": msgspec.Raw(b"[%b]" % scored)} if part == "output_text" else {}

@@ -15,11 +15,13 @@ from pydantic import (
 )
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
+from coserve.core.request import SamplingParams
 from coserve.serve.answering.cost import LONGEST_NAME, MOST_BODY_BYTES, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from coserve.serve.errors import ApiError
 from coserve.serve.schema.chat import JsonObjectFormat, JsonSchema, TextFormat
 from coserve.serve.schema.common import (
     MOST_TOKEN_ID,
+    Alternatives,
     Ignored,
     JsonObject,
     Metadata,
@@ -36,13 +38,13 @@ from coserve.text.tools.tool import Tool
 MOST_CONVERSATION_ITEMS: Final = 20  # that one request adds to a conversation
 MOST_LISTED: Final = 100  # items of one page
 SEALED: Final = "reasoning.encrypted_content"  # what a client asks for that keeps reasoning itself
+SCORED: Final = "message.output_text.logprobs"
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "prompt": (),
     "context_management": ([],),
     "moderation": (),
     "access_programs": (),
     "image": ({"context_compression": "auto"},),
-    "top_logprobs": (0,),
 }
 ItemId = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 Arguments = Annotated[str, Field(max_length=MOST_BODY_BYTES)]
@@ -389,6 +391,11 @@ class ResponseRequest(ToolsBody):
 
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; 1 unless given.")
     top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    top_logprobs: Alternatives | None = Field(
+        None, description="How many of the likeliest tokens `message.output_text.logprobs` have beside each."
+    )
     max_output_tokens: int | None = Field(
         None, ge=1, le=MOST_TOKEN_ID, description="Most tokens of the answer; the room there is."
     )
@@ -401,6 +408,7 @@ class ResponseRequest(ToolsBody):
             list[
                 Literal[
                     "reasoning.encrypted_content",
+                    "message.output_text.logprobs",
                     "file_search_call.results",
                     "web_search_call.results",
                     "web_search_call.action.sources",
@@ -436,6 +444,17 @@ class ResponseRequest(ToolsBody):
     @property
     def is_stored(self) -> bool:
         return self.store is not False
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters, but for the length of the answer."""
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logprobs=self.top_logprobs or 0 if SCORED in (self.include or ()) else None,
+        )
 
     @property
     def tier(self) -> Tier:

@@ -228,14 +228,11 @@ async def prepared(
         await state.store.responses.check_room(tenant.id)
     builder = await RequestBuilder.of(state, tenant, body.model, "resp_", tier=body.tier)
     made = await composed(state, tenant, body)
-    sampling = SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-    )
-    call = await called(builder, made, sampling, body.max_output_tokens)
+    call = await called(builder, made, body.sampling, body.max_output_tokens)
     id, created = (new_id("resp"), int(state.store.clock())) if of is None else (of.id, of.created)
     fixed = await state.bodies.run(tenant.id, _fixed, body, id, created, call.model.name)
-    writer = ResponseWriter(fixed, call.markup, SEALED in (body.include or ()))
+    scores = None if body.sampling.logprobs is None else state.logprobs
+    writer = ResponseWriter(fixed, call.markup, SEALED in (body.include or ()), scores)
     if body.background:
         writer.status = "queued"
     if of is not None or not body.is_stored:
@@ -270,27 +267,27 @@ def _fixed(body: ResponseRequest, id: str, created: int, model: str) -> bytes:
         "model": model,
         "background": bool(body.background),
         "conversation": None if of is None else {"id": of},
-        "frequency_penalty": 0.0,
+        "frequency_penalty": body.sampling.frequency_penalty,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "presence_penalty": 0.0,
+        "presence_penalty": body.sampling.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": body.tier,
         "store": body.is_stored,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": body.sampling.temperature,
         "text": {
             "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
         },
         "tool_choice": "auto" if choice is None else _plain(choice),
         "tools": [tool.told for tool in body.tools or () if isinstance(tool, ResponseTool)],
-        "top_logprobs": 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.sampling.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }

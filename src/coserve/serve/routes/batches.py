@@ -89,7 +89,7 @@ async def cancel_batch(batch_id: str, caller: Caller, runner: Runner) -> BatchOb
 
 async def _find(runner: Batches, caller: Tenant, id: str) -> BatchRecord:
     batch = await runner.state.store.batches.get(caller.id, id)
-    if batch is None:
+    if batch is None or not batch.input_file:  # one of Anthropic's API has none
         raise not_found(f"No such Batch object: {id}", param="batch_id", code="batch_not_found")
     return batch
 

@@ -12,7 +12,6 @@ from coserve.serve.answering.answers import AnswerPiece
 from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.answering.replies import SMALL
 from coserve.serve.answering.request_builder import RequestBuilder
-from coserve.serve.errors import ApiError
 from coserve.serve.http.json_replies import encoded, written
 from coserve.serve.http.streams import DONE, EVENT_BEGIN, EVENT_END
 from coserve.serve.schema.common import MOST_TOKEN_ID, FinishName, Generation, JsonObject
@@ -46,9 +45,9 @@ def sampling_of(
     prompt_logprobs: int | None = None,
     defaults: SamplingParams = OURS,
 ) -> SamplingParams:
-    """Sampling parameters of a body, but for `max_tokens`; `defaults` are those of what it leaves out. Raises
-    ApiError for a word that cannot be banned."""
+    """Sampling parameters of a body, but for `max_tokens`; `defaults` are those of what it leaves out."""
     biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
+    words = list(_spelled(body.bad_words or (), text))
     return SamplingParams(
         max_tokens=MOST_TOKEN_ID,  # `min_tokens` may be any number below the answer's, which is not known yet
         min_tokens=body.min_tokens or 0,
@@ -59,7 +58,8 @@ def sampling_of(
         repetition_penalty=body.repetition_penalty or defaults.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=biases | {token: -math.inf for token in _banned(body.bad_words or (), text)},
+        logit_bias=biases | {tokens[0]: -math.inf for tokens in words if len(tokens) == 1},
+        banned=tuple(tokens for tokens in words if len(tokens) > 1),
         seed=body.seed,
         stop=body.stops,
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -69,14 +69,11 @@ def sampling_of(
     )
 
 
-def _banned(words: Sequence[str], text: Text) -> Iterator[int]:
+def _spelled(words: Sequence[str], text: Text) -> Iterator[tuple[int, ...]]:
     """The tokens of words, at the beginning of a text and behind a space, as vLLM takes them."""
     for word in words:
-        spelled = [text.encode(before + word, special=False) for before in ("", " ")]
-        if not any(len(tokens) == 1 for tokens in spelled):
-            message = f"Unsupported value for 'bad_words': {word!r} is more than one token of this model."
-            raise ApiError(400, message, param="bad_words", code="unsupported_value")
-        yield from (tokens[0] for tokens in spelled if len(tokens) == 1)
+        spelled = {tuple(text.encode(before + word, special=False)) for before in ("", " ")}
+        yield from sorted(filter(None, spelled))
 
 
 class ChoicesFormat(ABC):

@@ -25,7 +25,7 @@ class BatchRequest(RequestBody):
     input_file_id: str = Field(min_length=1, max_length=LONGEST_ID, description="Uploaded for 'batch'.")
     endpoint: BatchEndpoint
     completion_window: str = Field(
-        pattern=r"^(1[0-6][0-8]|[1-9][0-9]|[1-9])h$",
+        pattern=r"^([1-9]|[1-9][0-9]|1[0-5][0-9]|16[0-8])h$",
         description="Hours, from 1h on; OpenAI has 24h alone. What has no result then is told as expired.",
     )
     metadata: Metadata | None = None

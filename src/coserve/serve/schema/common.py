@@ -205,7 +205,7 @@ class Generation(RequestBody):
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=MOST_TOKEN_ID, description="Keeps the last ones of the prompt; -1 as many as fit."
     )
-    bad_words: BadWords | None = Field(None, description="Words of one token each, which no answer has.")
+    bad_words: BadWords | None = Field(None, description="Words that no answer has.")
     slo: StatedBounds | None = Field(
         None,
         description="Bounds for which training makes room. The usage tells whether they were kept.",

@@ -31,7 +31,7 @@ def without_unsupported_chat(body: Any) -> Any:
 def without_unsupported_message(message: Any) -> Any:
     """As `without_unsupported_chat`, for one message."""
     if isinstance(message, dict) and message.get("role") == "function":
-        raise _refusal("function", "messages")
+        raise refusal("function", "messages")
     return without(message, _MESSAGE, "messages")
 
 
@@ -58,10 +58,11 @@ def without(body: Any, table: Mapping[str, tuple[Any, ...]], param: str | None =
         return body
     for name, idle in table.items():
         if name in body and body[name] is not None and body[name] not in idle:
-            raise _refusal(name, param or name)
+            raise refusal(name, param or name)
     return {name: value for name, value in body.items() if name not in table}
 
 
-def _refusal(name: str, param: str) -> ApiError:
+def refusal(name: str, param: str) -> ApiError:
+    """The error for a parameter that is not supported."""
     message = f"Unsupported parameter: '{name}' is not supported by this server."
     return ApiError(400, message, param=param, code="unsupported_parameter")

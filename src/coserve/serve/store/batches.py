@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import func, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from coserve.errors import QuotaExceeded
@@ -55,10 +55,23 @@ class BatchStore:
         found = select(BatchRecord).where(BatchRecord.tenant == tenant, BatchRecord.id == id)
         return await self._database.read(lambda session: session.scalar(found))
 
-    async def page(self, tenant: str, after: str | None, limit: int) -> Page[BatchRecord] | None:
-        """The tenant's batches after the one with id `after`, the newest first; None if there is none."""
-        own = [BatchRecord.tenant == tenant]
-        return await self._database.read(lambda session: page_of(session, BatchRecord, own, after, limit))
+    async def page(
+        self, tenant: str, after: str | None, limit: int, endpoint: str | None = None, ascending: bool = False
+    ) -> Page[BatchRecord] | None:
+        """The tenant's batches after the one with id `after`, the newest first unless `ascending`; None if
+        there is none. Those of an `endpoint` alone, or all that were made of a file."""
+        of = BatchRecord.input_file != "" if endpoint is None else BatchRecord.endpoint == endpoint
+        own = [BatchRecord.tenant == tenant, of]
+        return await self._database.read(
+            lambda session: page_of(session, BatchRecord, own, after, limit, ascending)
+        )
+
+    async def remove(self, tenant: str, id: str) -> bool:
+        """Removes a batch that has ended; False where the tenant has no such one."""
+        over = BatchRecord.tenant == tenant, BatchRecord.id == id, BatchRecord.status.not_in(UNENDED)
+        return await self._database.write(
+            lambda session: session.execute(delete(BatchRecord).where(*over)).rowcount > 0  # type: ignore[attr-defined]
+        )
 
     async def unended(self) -> Sequence[BatchRecord]:
         """All tenants' batches that have not ended, the oldest first."""

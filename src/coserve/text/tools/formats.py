@@ -14,6 +14,7 @@ from coserve.text.tools.gemma import FUNCTION_GEMMA, GEMMA4
 from coserve.text.tools.generic import GENERIC
 from coserve.text.tools.glm import GLM
 from coserve.text.tools.hermes import HERMES
+from coserve.text.tools.kimi import KIMI
 from coserve.text.tools.llama3 import LLAMA3
 from coserve.text.tools.minimax import MINIMAX
 from coserve.text.tools.mistral import MISTRAL, MISTRAL_NAMES
@@ -23,7 +24,7 @@ from coserve.text.tools.tool import Tool
 
 _ALL: Final[Sequence[ToolFormat]] = (
     HERMES, QWEN3_CODER, GLM, MINIMAX, MISTRAL, MISTRAL_NAMES, DEEPSEEK_V31, DEEPSEEK_V3,
-    FUNCTION_GEMMA, GEMMA4, LLAMA3, GENERIC,
+    FUNCTION_GEMMA, GEMMA4, KIMI, LLAMA3, GENERIC,
 )  # fmt: skip
 FORMATS: Final[Mapping[str, ToolFormat]] = MappingProxyType({one.name: one for one in _ALL})
 

@@ -7,7 +7,7 @@ from coserve.errors import DataError
 from coserve.text.reasoning import CLOSING, OPENING
 from coserve.text.tools.format import ToolFormat
 from coserve.text.tools.lark import Lark
-from coserve.text.tools.syntax import NAME, pattern_of
+from coserve.text.tools.syntax import ANY_NUMBER, NAME, NUMBER, pattern_of
 from coserve.text.tools.tool import Tool
 
 
@@ -78,10 +78,15 @@ def _calls(wanted: AnswerParts, format: ToolFormat, lark: Lark) -> str:
         first = (syntax.opening + syntax.before).removeprefix(syntax.marker).replace(NAME, tool.name)
         # A line break or a space after the marker is often one token with it, or none is there.
         space = first[: len(first) - len(first.lstrip())]
-        begin = f"{lark.literal(space)}? {lark.literal(first.lstrip())}" if space else lark.literal(first)
+        begin = f"{lark.literal(space)}? {_written(first.lstrip(), lark)}" if space else _written(first, lark)
         firsts.append(f"{begin} {rest}")
-        nexts.append(f"{lark.literal(syntax.between + syntax.before.replace(NAME, tool.name))} {rest}")
+        nexts.append(f"{_written(syntax.between + syntax.before.replace(NAME, tool.name), lark)} {rest}")
     body = lark.rule("first_call", " | ".join(firsts))
     if wanted.parallel:
         body += f" ({lark.rule('next_call', ' | '.join(nexts))})*"
     return lark.rule("calls", f"{body} {lark.literal(syntax.closing)}".rstrip())
+
+
+def _written(text: str, lark: Lark) -> str:
+    """An expression for a literal in which any number may stand for the call's."""
+    return f" /{ANY_NUMBER}/ ".join(map(lark.literal, text.split(NUMBER)))

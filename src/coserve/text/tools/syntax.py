@@ -9,6 +9,8 @@ from typing import Any, Final
 import regex
 
 NAME: Final = "\0"  # stands in a literal for the name of the tool
+NUMBER: Final = "\1"  # the same for the number of the call, which a model counts itself
+ANY_NUMBER: Final = "[0-9]{1,4}"
 LONGEST_TOOL_NAME: Final = 128
 TOOL_NAME: Final = rf"[a-zA-Z0-9_.-]{{1,{LONGEST_TOOL_NAME}}}"
 _SPACE: Final = re.compile(r"(\s+)")
@@ -22,7 +24,8 @@ def pattern_of(literal: str) -> str:
         for piece in _SPACE.split(literal)
         if piece
     ]
-    return "".join(pieces).replace(re.escape(NAME), f"(?P<name>{TOOL_NAME})")
+    pattern = "".join(pieces).replace(re.escape(NAME), f"(?P<name>{TOOL_NAME})")
+    return pattern.replace(re.escape(NUMBER), ANY_NUMBER)
 
 
 @dataclass(frozen=True)

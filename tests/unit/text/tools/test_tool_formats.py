@@ -247,3 +247,19 @@ def test_gemma_holds_nested_schemas_and_reads_what_breaks_them() -> None:
     with pytest.raises(DataError, match="'minItems' cannot be enforced"):
         bounded = {"properties": {"a": {"type": "array", "minItems": 2}}}
         answer_grammar(AnswerParts(FORMATS["gemma4"], [Tool("f", bounded, strict=True)]), lark())
+
+
+def test_calls_that_a_template_names_by_their_ids() -> None:
+    """Whatever ids a client sends: the names are in them, and numbers count through the chat."""
+    tokenizer = tokenizer_for(template_of("kimi_k2"))
+    calls = [ToolCall("clock", {}, id) for id in ("a", "call_9", "x")]
+    chat = [
+        Message("user", "when?"),
+        Message("assistant", "", tool_calls=(calls[0], calls[1])),
+        Message("tool", "now", tool_call_id="a"),
+        Message("tool", "then", tool_call_id="call_9"),
+        Message("assistant", "", tool_calls=(calls[2],)),
+    ]
+    text = tokenizer.decode(encode_chat(tuple(chat), tokenizer, tools=tuple(TOOLS))[0])
+    assert [f"functions.clock:{number}<|" in text for number in range(4)] == [True, True, True, False]
+    assert "call_9" not in text and Markups(tokenizer).format() is named_format("kimi_k2")
