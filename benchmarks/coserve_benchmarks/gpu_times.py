@@ -42,7 +42,8 @@ class GpuTimes(Times):
     fitted to probes.
 
     Rows of answers pass by graph, those of prompts padded to the graph's, alone or with decode rows. Windows
-    are launched, and so are answers that share a pass with one. A slice takes its layers' share of a pass.
+    pass by graph, too, each alone and padded; what shares a pass with one is launched. A slice takes its
+    layers' share of a pass.
     """
 
     layers = LAYERS
@@ -59,18 +60,19 @@ class GpuTimes(Times):
             rows += len(decodes)
         else:
             seconds += _at(_DECODE, len(decodes)) - _ATTEND * _CACHED * len(decodes)
-        seconds += _launched(rows) if fused else _at(_PASS, rows and (graph_rows(rows) or rows))
-        beside = rows if fused else 0  # rows that windows meet at each layer
-        there = Counter[int]()  # rows of windows by layer, which share a pass
+        seconds += _launched(rows) if fused else _graphed(rows)
+        there = Counter[int]()  # rows of windows by layer, which share a pass with `rows` of answers
         for window in plan.training:
             if window.direction.is_tail:
                 seconds += _LOSS * window.length
             elif window.direction is Direction.BACKWARD:
-                seconds += _BACK * len(window.span) / LAYERS * _at(_PASS, window.length)
+                seconds += _BACK * len(window.span) / LAYERS * _graphed(window.length)
+            elif not fused:
+                seconds += len(window.span) / LAYERS * _graphed(window.length)
             else:
                 there.update(dict.fromkeys(range(window.span.first, window.span.last), window.length))
         for here in there.values():
-            seconds += (_launched(beside + here) - _launched(beside)) / LAYERS
+            seconds += (_launched(rows + here) - _launched(rows)) / LAYERS
         return (seconds + _UPDATE * len(plan.updates)) * _MILLI
 
     def computed(self, plan: BasePlan) -> float:
@@ -101,6 +103,12 @@ def _prompt_attention(prompt: InferenceSegment) -> float:
     """Milliseconds of a prompt's attention beyond that in prompts of 2,048 rows, which a pass has."""
     beyond = causal_pairs(prompt.context, prompt.length) - causal_pairs(0, 2048) * prompt.length / 2048
     return _PAIR * max(beyond, 0.0)
+
+
+def _graphed(rows: int) -> float:
+    """Milliseconds of a pass by the smallest graph that holds it; of one that none holds it is the same per
+    row."""
+    return _at(_PASS, rows and (graph_rows(rows) or rows))
 
 
 def _launched(rows: int) -> float:

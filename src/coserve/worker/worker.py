@@ -39,6 +39,7 @@ from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.streams import Streams
 from coserve.worker.swap_space import SwapSpace
 from coserve.worker.timer import DeviceTimer
+from coserve.worker.training_graphs import TrainingGraphs
 from coserve.worker.training_passes import TrainingPasses
 
 _log = logging.getLogger(__name__)
@@ -93,6 +94,9 @@ class Worker:
         self._training = self.training_type(self.held)
         self._pause, self._short = self._training.pause, self._training.short
         self.fused = self.pass_type(self.held, attention, table, self._training, self._offloaded)
+        by_graph = not (self.is_deterministic or self.trains_apart)
+        if by_graph and (record := self.fused.recorder()) is not None:
+            self._training.graphs = TrainingGraphs(base, self.fused.forward, record)
         self._streams = Streams(base.device, self.fused.run, self._train)
         self._prove()
 
@@ -268,4 +272,5 @@ class Worker:
         """Runs the plan's other training in slices; returns what ran."""
         sliced = [segment for segment in plan.training if segment not in plan.fused]
         alone = bool(plan.alone) or self.is_deterministic
-        return self._training.run(sliced, plan.slice_layers, self.fused.forward, alone)
+        is_free = not plan.inference  # nobody waits for a graph to be captured
+        return self._training.run(sliced, plan.slice_layers, self.fused.forward, alone, captures=is_free)

@@ -66,8 +66,8 @@ MOST_WAITS: Final = 1
 def main() -> None:
     install()
     mock.patch.object(cuda_graphs, "_WORTH", 1).start()
-    mock.patch.object(FusedPass, "_recorder", lambda _: rerun).start()  # there is nothing to capture
-    for module in ("worker.streams", "streamed.ring"):  # modes are a thread's own
+    mock.patch.object(FusedPass, "recorder", lambda _: rerun).start()  # there is nothing to capture
+    for module in ("worker.streams", "streamed.ring", "executors.local"):  # modes are a thread's own
         mock.patch(f"coserve.{module}.ThreadPoolExecutor", HostThread).start()
     mock.patch("coserve.streamed.ring.wait", lambda reads, _: SimpleNamespace(done=reads)).start()
     mock.patch("coserve.worker.opening.stream_shapes", stream).start()
