@@ -78,6 +78,11 @@ class TrainingGraphs:
         self._known: tuple[Bypasses, Mapping[int, GraphedLayer]] | None = None  # of the last window's adapter
         self.may_capture = False  # no answers wait meanwhile
 
+    @property
+    def count(self) -> int:
+        """Number of graphs that are there."""
+        return len(self._graphs)
+
     def forward(self, window: ForwardWindow, layers: range) -> bool:
         """Takes a window through those of `layers` that it passes. False, and nothing is done, where graphs
         do not hold it."""

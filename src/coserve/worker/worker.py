@@ -91,12 +91,12 @@ class Worker:
         self._may_share = is_alone and not (base.makes_calls or self.trains_apart)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
         self._pauses = 0  # results with paused training
-        self._training = self.training_type(self.held)
-        self._pause, self._short = self._training.pause, self._training.short
-        self.fused = self.pass_type(self.held, attention, table, self._training, self._offloaded)
+        self.training = self.training_type(self.held)
+        self._pause, self._short = self.training.pause, self.training.short
+        self.fused = self.pass_type(self.held, attention, table, self.training, self._offloaded)
         by_graph = not (self.is_deterministic or self.trains_apart)
         if by_graph and (record := self.fused.recorder()) is not None:
-            self._training.graphs = TrainingGraphs(base, self.fused.forward, record)
+            self.training.graphs = TrainingGraphs(base, self.fused.forward, record)
         self._streams = Streams(base.device, self.fused.run, self._train)
         self._prove()
 
@@ -170,9 +170,9 @@ class Worker:
             if plan.idle:
                 time.sleep(min(plan.idle, _NAP))
             self.table.keep_states(plan.states, plan.inference)
-            outputs = self._training.outputs(trained)
+            outputs = self.training.outputs(trained)
             with span("optimizer steps", len(plan.updates)) if plan.updates else nullcontext():
-                updated, failed = self._training.update(plan.updates)
+                updated, failed = self.training.update(plan.updates)
             if not self._streams.is_training:  # else rows of failed jobs may still run beside answers
                 failed |= self._short.take()
             self._failed |= failed.keys()
@@ -273,4 +273,4 @@ class Worker:
         sliced = [segment for segment in plan.training if segment not in plan.fused]
         alone = bool(plan.alone) or self.is_deterministic
         is_free = not plan.inference  # nobody waits for a graph to be captured
-        return self._training.run(sliced, plan.slice_layers, self.fused.forward, alone, captures=is_free)
+        return self.training.run(sliced, plan.slice_layers, self.fused.forward, alone, captures=is_free)
