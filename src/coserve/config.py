@@ -151,7 +151,9 @@ class EngineConfig:
         bool, Flag("Control tokens spelled in prompts, messages and training data are such, not text.")
     ] = False
     executor: str = "local"  # runs steps in this process; remote: in one of its own, reached over sockets
-    async_scheduling: bool | None = None  # plans a step while one runs; None: where that is elsewhere, or on a GPU
+    async_scheduling: bool | None = (
+        None  # plans a step while one runs; None: where that is elsewhere, or on a GPU
+    )
     page_size: Annotated[int, Range(1)] = 16  # tokens of the cache; smaller wastes less, larger is faster
     # Seconds that a request which allows approximations may wait for a more accurate one, under load.
     approximation_delay: Annotated[float, Range(0)] = 0.1

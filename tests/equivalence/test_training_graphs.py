@@ -59,19 +59,21 @@ def trained(
         settings = {"calibrate": False, "cache_tokens": 1024, "page_size": 16, **config}
         base = tiny(model, torch.float64, vocab_size=VOCABULARY, max_position_embeddings=4096)
         engine = Engine(base, EngineConfig(scheduler=scheduler, **settings))
-        answer = engine.generate([5, 6, 7], sampling=SamplingParams(max_tokens=2, ignore_eos=True), text=False)
+        answer = engine.generate(
+            [5, 6, 7], sampling=SamplingParams(max_tokens=2, ignore_eos=True), text=False
+        )
         handles = []
         for number, (method, keep, lengths) in enumerate(jobs):
             data = [[draws.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
             examples = [Example(tuple(one), tuple(one)) for one in data]
-            training = TrainingConfig(batch_size=len(data), max_steps=3, rows=4096, keep=keep, seed=number)
+            training = TrainingConfig(batch_size=len(data), epochs=2, rows=4096, keep=keep, seed=number)
             handles.append(engine.finetune(examples, f"job {number}", method, training))
         engine.run()
         assert len(answer.tokens) == 2
-        losses = {handle.adapter: [*handle.losses] for handle in handles}
-        weights = {
-            handle.adapter: engine.adapters.weights(handle.adapter).parameters() for handle in handles
-        }
+        for handle in handles:
+            handle.result()
+        losses = {handle.adapter: [step.loss for step in handle.history] for handle in handles}
+        weights = {handle.adapter: engine.adapters.weights(handle.adapter).parameters() for handle in handles}
     return losses, weights, replays
 
 
@@ -79,13 +81,14 @@ def expect_same(found: Sequence[Found]) -> Counter[tuple[bool, int, int]]:
     (losses, weights, launched), (got, have, replays) = found
     assert not launched and got.keys() == losses.keys()
     for job in losses:
-        assert got[job] == pytest.approx(losses[job], rel=0, abs=1e-9) and len(got[job]) == 3
+        assert got[job] == pytest.approx(losses[job], rel=0, abs=1e-9) and len(got[job]) == 2
         for name, tensor in weights[job].items():
             torch.testing.assert_close(have[job][name], tensor, rtol=0, atol=1e-9)
     return replays
 
 
 @pytest.mark.local
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["llama", "gemma2"])
 def test_windows_by_graph_are_what_launched_ones_are(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Examples are cut and packed anywhere, so that windows go on with some, and have padding behind them;
@@ -94,10 +97,10 @@ def test_windows_by_graph_are_what_launched_ones_are(model: str, monkeypatch: py
     print(f"seed {seed}")
     draws = random.Random(seed)
     rows = draws.choice([48, 100, 128])
-    methods = [LoRAConfig(rank=rank, alpha=alpha) for rank, alpha in ((4, 8), (4, 8), (3, 8), (4, 16))]
+    methods = [LoRAConfig(rank=rank, alpha=alpha) for rank, alpha in ((4, 8), (4, 8), (3, 16))]
     jobs = []
     for method in methods:
-        lengths = [draws.randint(2, 3 * rows) for _ in range(draws.randint(1, 4))]
+        lengths = [draws.randint(2, 2 * rows) for _ in range(draws.randint(1, 3))]
         jobs.append((method, draws.choice(KEEPS), lengths))
     found = []
     for record in (None, rerun):

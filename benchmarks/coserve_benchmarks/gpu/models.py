@@ -103,8 +103,13 @@ def make_model(kind: str, dtype: torch.dtype) -> PreTrainedModel:
 def make_engine(kind: str, dtype: torch.dtype, device: str, **config: Any) -> Engine:
     """Small pages, chunks and windows, so that all is cut."""
     settings = EngineConfig(
-        device=device, calibrate=False, cache_tokens=2048, page_size=4, scheduler=_CUTS,
-        async_scheduling=False, **config,
+        device=device,
+        calibrate=False,
+        cache_tokens=2048,
+        page_size=4,
+        scheduler=_CUTS,
+        async_scheduling=False,
+        **config,
     )
     return Engine(make_model(kind, dtype), settings)
 

@@ -8,8 +8,8 @@ from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
-from coserve_benchmarks.plans import local_worker
 from coserve_benchmarks.ours import seconds_of_steps, warm_training
+from coserve_benchmarks.plans import local_worker
 
 _RESERVE = 10.0
 _STEPS = 5
@@ -18,6 +18,12 @@ ALONE = {"quantum": 5.0, "max_quantum": 5.0}  # seconds of training in a step: n
 
 def run(log: PartLog, place: Place) -> None:
     """A job that keeps the outputs of linears and attention, then one that keeps layers' inputs alone."""
+    _whole(log, place)
+    _in_small_windows(log, place)
+
+
+def _whole(log: PartLog, place: Place) -> None:
+    """A job in windows of whole micro-batches, by what it keeps."""
     engine = place.engine(4 * 1024, scheduler={**place.sizes.scheduler, **ALONE})
     for keep in (SavePolicy.EVERYTHING, SavePolicy.INPUTS):
         if log.left < _RESERVE:
@@ -29,8 +35,6 @@ def run(log: PartLog, place: Place) -> None:
         _report(log, place, keep, median(found))
         job.cancel()
         engine.run()
-    del engine
-    _in_small_windows(log, place)
 
 
 def _in_small_windows(log: PartLog, place: Place) -> None:

@@ -63,9 +63,7 @@ def plan(
     ] = "auto",
     host_memory: Annotated[
         str,
-        typer.Option(
-            help="Beside a GPU, the host's memory for what exceeds that, as in `coserve serve`; auto, or a size."
-        ),
+        typer.Option(help="Beside a GPU, the host's memory for what exceeds that, as in `coserve serve`."),
     ] = "auto",
     loss: Annotated[
         str, typer.Option(help="What plain torch goes back from: labels, or the sum of all logits.")
@@ -328,19 +326,20 @@ def _print_streamed(
     )
 
 
-def _print_host(
-    room: int, blocks: int, pages: int, tokens: int, moments: dict[str, int], total: int
-) -> None:
+def _print_host(room: int, blocks: int, pages: int, tokens: int, moments: dict[str, int], total: int) -> None:
     """Prints what the engine keeps in the host's memory beside a GPU."""
     from coserve.core.size import show_size
 
     print(
-        f"in the host's memory: {show_size(blocks)} of the base's blocks ({show_size(room)} are for them), and "
-        f"up to {show_size(pages)} of pages of answers that wait, {tokens:,} tokens (engine.swap_space)"
+        f"in the host's memory: {show_size(blocks)} of the base's blocks ({show_size(room)} are for them), "
+        f"and up to {show_size(pages)} of pages of answers that wait, {tokens:,} tokens (engine.swap_space)"
     )
     if moments:
         told = ", ".join(f"{name} {show_size(nbytes)}" for name, nbytes in moments.items())
-        print(f"with engine.offload the optimizer's moments are there, too: {told}; in all up to {show_size(total)}")
+        print(
+            f"with engine.offload the optimizer's moments are there, too: {told}; "
+            f"in all up to {show_size(total)}"
+        )
 
 
 def _least(row: dict[str, Any], streamed: dict[str, Any] | None) -> str:

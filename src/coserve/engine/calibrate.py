@@ -280,7 +280,9 @@ def _capture(probe: _Probe, room: int, positions: int) -> None:
     for batch, rows in _windows(probe, room, positions):
         for _ in range(WORTH):
             with _micro_batch(probe, batch, rows) as micro_batch:
-                deque(_there_and_back(probe, micro_batch, batch * rows, probe.base.depth, BasePlan()), maxlen=0)
+                deque(
+                    _there_and_back(probe, micro_batch, batch * rows, probe.base.depth, BasePlan()), maxlen=0
+                )
 
 
 def _windows(probe: _Probe, room: int, positions: int) -> Iterator[tuple[int, int]]:

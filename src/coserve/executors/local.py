@@ -53,9 +53,9 @@ class LocalExecutor(WorkerTransport, Generic[W]):
 
 
 class BackgroundExecutor(LocalExecutor[W]):
-    """The transport to a worker whose device is not this processor: plans run one after the other on a thread,
-    which mostly waits for the device. The next step is planned meanwhile, and begins as soon as the one before
-    it has ended."""
+    """The transport to a worker whose device is not this processor: plans run one after the other on a
+    thread, which mostly waits for the device. The next step is planned meanwhile, and begins as soon as the
+    one before it has ended."""
 
     def __init__(self, worker: W) -> None:
         super().__init__(worker, self._wait)

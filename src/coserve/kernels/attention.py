@@ -118,9 +118,7 @@ def attend_allowed(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, spec: Atten
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=spec.scale)
 
 
-def attend_allowed_keeping(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, spec: AttentionSpec
-) -> Attended:
+def attend_allowed_keeping(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, spec: AttentionSpec) -> Attended:
     """As `attend_allowed`, without a graph, and with the log-sum-exp for backward."""
     if spec.is_plain and q.is_cuda:
         return Attended(attend_allowed(q, k, v, allowed, spec), q.new_zeros(q.shape[:3]))

@@ -42,8 +42,8 @@ class HostPlan:
 def plan_host(
     base: Base, config: EngineConfig, room: int, held: int | None, programs: Sequence[Program]
 ) -> HostPlan:
-    """What an engine with these settings keeps on the host, of which `held` bytes are blocks. `base` may be on
-    tensors without data."""
+    """What an engine with these settings keeps on the host, of which `held` bytes are blocks. `base` may be
+    on tensors without data."""
     token = sum(cache.width for cache in base.caches) * base.dtype.itemsize
     pages = config.swap_nbytes
     moments = {

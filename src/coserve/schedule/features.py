@@ -129,8 +129,9 @@ class Features:
 
     def counted(self, passes: Passes | None = None, graphs: bool = False) -> dict[str, float]:
         """The counts by one of the `ways`, in the order of `NAMES`; by default by the plan's, or by all rows
-        in one pass. With `graphs` answers and windows that share no pass are replayed, and prompts and windows
-        padded to the graph's rows; rows that share one are launched, those of answers at all layers."""
+        in one pass. With `graphs` answers and windows that share no pass are replayed, and prompts and
+        windows padded to the graph's rows; rows that share one are launched, those of answers at all
+        layers."""
         passes = passes or self._passes or _SHARED
         is_shared, windows = self._is_shared(passes), self._windows.bit_count() / self._depth
         apart = 0.0 if is_shared else windows
@@ -229,8 +230,8 @@ class Features:
             values["backward_attention"] += segment.pairs * part
         values["windows"] += part
         padded = graph_rows(rows) or rows
-        for name, added in zip(names, (padded - rows, max(padded - WIDE, 0) - max(rows - WIDE, 0)), strict=True):
-            self._padding[name] += added * part
+        self._padding[names[0]] += (padded - rows) * part
+        self._padding[names[1]] += max(padded - WIDE, 0) * part - wide
 
     def _read_again(self, job: str, span: Span) -> int:
         """Number of layers whose weights a further backward window of a job reads again: those that no window

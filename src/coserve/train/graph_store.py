@@ -91,9 +91,7 @@ class GraphStore(ActivationStore):
         span, layers = Span(layer.number, layer.number + 1), range(layer.number, layer.number - 1, -1)
         backward = Backward(self, {layer.number: tuple(leaves)}, _nowhere, layer.number - goes_on)
         bypasses = Bypasses({}, outputs)
-        return BackwardWindow(
-            backward, self._whole, span, layers, bypasses, self._own_calls, self._gradient
-        )
+        return BackwardWindow(backward, self._whole, span, layers, bypasses, self._own_calls, self._gradient)
 
     def load(self, layer: GraphedLayer, window: ForwardWindow | BackwardWindow) -> None:
         """Takes what a graph reads of a window in a layer."""
@@ -111,8 +109,8 @@ class GraphStore(ActivationStore):
             _fill(self._gradient, window.gradient, 1)
             self._own_kv.fill_own(store.kv.own(layer.number, own))
             self._own_kv.owe(window.kv_grads(layer.number))
-            self._own_saved.clear_behind(own.rows)
             store.saved.copy_to(self.saved, layer.number, layer.paths, own.span, rows)
+            self._own_saved.clear_behind(own.rows)
 
     def put_forward(self, layer: GraphedLayer, window: ForwardWindow) -> None:
         """Gives a window what a graph has made of its rows."""
@@ -176,19 +174,14 @@ class _LayerBuffers(RowBuffers[K]):
 
     def __init__(self, rows: int, lease: Lease, first: int, names: Mapping[K, K]) -> None:
         super().__init__(rows, lease)
-        self._first, self._names = first, names
+        self._first = first
+        self._names: Mapping[K, K] = names
 
-    def __contains__(self, key: K) -> bool:
-        return super().__contains__(self._names.get(key, key))
+    def _named(self, key: K) -> K:
+        return self._names.get(key, key)
 
-    def write(self, key: K, rows: slice, x: Tensor) -> None:
-        """See `RowBuffers`."""
-        super().write(self._names.get(key, key), rows, x)
-
-    def read(self, key: K, rows: slice) -> Tensor:
-        """See `RowBuffers`."""
-        name, first = self._names.get(key, key), self._first
-        return super().read(name, slice(rows.start - first, rows.stop - first))
+    def _placed(self, rows: slice) -> slice:
+        return slice(rows.start - self._first, rows.stop - self._first)
 
     def clear_behind(self, rows: int) -> None:
         """Makes the rows behind so many zeros."""
@@ -224,7 +217,8 @@ class _GraphKV(MicroBatchKV):
         def zeros(count: int) -> list[Tensor]:
             return [embedded.new_zeros(1, cache.groups, count, width) for width in widths]
 
-        self._rows, self.of_past, self._owed = zeros(past + rows), zeros(past), zeros(rows)
+        self._rows, self._owed = zeros(past + rows), zeros(rows)
+        self.of_past = zeros(past) if past else []
         self._is_owed = False
 
     def save(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
@@ -240,7 +234,11 @@ class _GraphKV(MicroBatchKV):
     def past(self, layer: int, window: Window) -> PastKV:
         """See `MicroBatchKV`."""
         keys, values = self._rows
-        return PastKV(own=(keys[:, :, window.past_span], values[:, :, window.past_span])) if self._past else PastKV()
+        return (
+            PastKV(own=(keys[:, :, window.past_span], values[:, :, window.past_span]))
+            if self._past
+            else PastKV()
+        )
 
     def grads(self, layer: int, window: Window, dtype: torch.dtype) -> KV | None:
         """See `MicroBatchKV`."""

@@ -28,8 +28,8 @@ class Window:
     the window, in order. If the micro-batch begins with the adapter's prompt, which precedes every example,
     `before` of its rows precede the window and `prompt` of them are the window's first.
 
-    Of a window in a graph the device alone knows the examples: `examples` [past + rows] has the number of each
-    row's, which rows of no other example have, and `pieces` say nothing.
+    Of a window in a graph the device alone knows the examples: `examples` [past + rows] has the number of
+    each row's, which rows of no other example have, and `pieces` say nothing.
     """
 
     start: int

@@ -96,7 +96,8 @@ class TrainingGraphs:
 
     def _run(self, window: AnyWindow, layers: range, virtual: object) -> bool:
         own = window.window
-        if self._is_refused or virtual or own.prompt or own.before or graph_rows(own.rows) is None or own.past > PAST[-1]:
+        is_small = graph_rows(own.rows) is not None and own.past <= PAST[-1]
+        if self._is_refused or virtual or own.prompt or own.before or not is_small:
             return False
         there = self._graphed(window.bypasses)
         kinds = [self._kind(window, there[layer]) for layer in layers if layer in there]
@@ -189,7 +190,9 @@ class TrainingGraphs:
         if isinstance(window, ForwardWindow):
             return _GraphKind(store, number, is_back=False)
         matrices, goes_on = {id(matrix) for matrix in layer.matrices}, window.needs_input_grad(number)
-        if (goes_on and not number) or any(id(leaf) not in matrices for leaf in window.backward.leaves(number)):
+        if (goes_on and not number) or any(
+            id(leaf) not in matrices for leaf in window.backward.leaves(number)
+        ):
             return None
         return _GraphKind(store, number, True, goes_on, window.backward.store.kv.has_grads(number, own))
 
