@@ -43,6 +43,7 @@ class TrainingPasses:
         self.pause = TrainingPause(None if ranks.count == 1 else ranks.decides)
         self.graphs: TrainingGraphs | None = None
         self._under_way = SlicesUnderWay(held.base.device)
+        self._launched: set[str] = set()  # jobs whose windows have gone back without a graph
 
     def run(
         self,
@@ -133,9 +134,18 @@ class TrainingPasses:
         """Takes a window back by graph; tells whether nothing is left of it to do."""
         if self.graphs is None or job in short:
             return False
+        is_replayed = True  # as nothing is left of a job that fails
         with short.of(job):
-            return self.graphs.backward(window, layers)
-        return True
+            is_replayed = self.graphs.backward(window, layers)
+        if not is_replayed:
+            self._launched.add(job)
+        return is_replayed
+
+    def take_launched(self) -> frozenset[str]:
+        """Returns, once, the jobs whose windows went back without a graph that a device with graphs has for
+        others."""
+        found, self._launched = frozenset(self._launched), set()
+        return found
 
     def _forward(self, forward: Forward, windows: Sequence[ForwardWindow], layers: range) -> None:
         """Takes windows forward: those that graphs hold one by one, and others together."""

@@ -198,6 +198,7 @@ class Worker:
             unfilled=self._unfilled,
             together_failed=isinstance(failure, TogetherFailed),
             launched=self.fused.is_launched,
+            launched_jobs=frozenset() if self._streams.is_training else self.training.take_launched(),
         )
 
     def _move(self, plan: BasePlan) -> None:
