@@ -2,16 +2,17 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Final
 
 from coserve.core.plan import BasePlan, InferenceSegment
+from coserve.core.request import Request
 from coserve.core.row_buckets import graph_rows
-from coserve.core.sequence import Direction
+from coserve.core.sequence import Direction, Sequence
 from coserve.schedule.cost import CostModel, Costs
 from coserve.schedule.reads import ReadCosts
-from coserve.schedule.segments import causal_pairs
+from coserve.schedule.segments import causal_pairs, inference_plan
 from coserve.simulate.times import Times, probes
 
 Points = tuple[tuple[int, float], ...]  # (rows, milliseconds), in ascending order of rows
@@ -93,11 +94,18 @@ class GpuTimes(Times):
         model.graphs = True
         # Launching hides behind a large window's products, and is all that a small one takes.
         alone = (plan for plan in probes(LAYERS) if not plan.fused or plan.training[0].length <= _FEW)
-        model.fit((plan, self.predict(plan)) for plan in alone)
+        model.fit((plan, self.predict(plan)) for plan in (*alone, *map(_mixed, (64, 512, 2048))))
         return model.learned
 
 
-def _attention(decodes: Sequence[InferenceSegment]) -> float:
+def _mixed(rows: int) -> BasePlan:
+    """A prompt of so many rows beside decode rows."""
+    asked = Request("calibration", (0,) * max(rows, _CACHED))
+    decodes = [(Sequence(-2 - place, asked), _CACHED - 1, 1) for place in range(32)]
+    return inference_plan([*decodes, (Sequence(-1, asked), 0, rows)])
+
+
+def _attention(decodes: Iterable[InferenceSegment]) -> float:
     """Milliseconds of decode rows' attention to what is cached."""
     return _ATTEND * sum(segment.context + 1 for segment in decodes)
 

@@ -26,7 +26,7 @@ from coserve.streamed.shapes import stream_shapes
 from coserve.streamed.stored import ALIGNED, Read, StoredBlock, tensors_of
 from coserve.train.example import Example
 from coserve.train.fresh import fresh_adapter
-from coserve.worker import cuda_graphs
+from coserve.worker import cuda_graphs, training_graphs
 from coserve.worker.cuda_graphs import rerun
 from coserve.worker.fused_pass import FusedPass
 from coserve_benchmarks.plans import watch_plans
@@ -80,6 +80,8 @@ def main() -> None:
         if turn >= len(names) and (wanted <= launched.keys() or not is_installed()):
             break
         kind, config = CASES[name]
+        if turn == len(names):  # windows of several jobs go together where no graph has them
+            mock.patch.object(training_graphs, "WORTH", sys.maxsize).start()
         started = time.process_time()
         with on_fake_cuda() as waits:
             is_streamed = "base_memory" in config
