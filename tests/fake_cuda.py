@@ -238,7 +238,7 @@ class HostFuture:
 
     cancelled = cancel
 
-    def exception(self) -> None:
+    def exception(self, timeout: float | None = None) -> None:
         return None
 
     def add_done_callback(self, call: Callable[["HostFuture"], object]) -> None:

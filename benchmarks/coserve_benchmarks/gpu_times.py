@@ -2,16 +2,17 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Final
 
 from coserve.core.plan import BasePlan, InferenceSegment
+from coserve.core.request import Request
 from coserve.core.row_buckets import graph_rows
-from coserve.core.sequence import Direction
+from coserve.core.sequence import Direction, Sequence
 from coserve.schedule.cost import CostModel, Costs
 from coserve.schedule.reads import ReadCosts
-from coserve.schedule.segments import causal_pairs
+from coserve.schedule.segments import causal_pairs, inference_plan
 from coserve.simulate.times import Times, probes
 
 Points = tuple[tuple[int, float], ...]  # (rows, milliseconds), in ascending order of rows
@@ -34,6 +35,7 @@ _UPDATE: Final = 2.0
 _WINDOW: Final = 4096
 _BACK: Final = (_WINDOW / 13.267 - 99.3 - _WINDOW * _LOSS - _UPDATE / 2) / 99.3  # times the way forward
 _LAUNCHING: Final = 44.0  # of a pass from Python
+_FEW: Final = 32  # rows of the one window that shares a pass with answers as the cost model is fitted
 _MILLI: Final = 1e-3
 
 
@@ -42,7 +44,8 @@ class GpuTimes(Times):
     fitted to probes.
 
     Rows of answers pass by graph, those of prompts padded to the graph's, alone or with decode rows. Windows
-    are launched, and so are answers that share a pass with one. A slice takes its layers' share of a pass.
+    pass by graph, too, each alone and padded; what shares a pass with one is launched. A slice takes its
+    layers' share of a pass.
     """
 
     layers = LAYERS
@@ -59,18 +62,19 @@ class GpuTimes(Times):
             rows += len(decodes)
         else:
             seconds += _at(_DECODE, len(decodes)) - _ATTEND * _CACHED * len(decodes)
-        seconds += _launched(rows) if fused else _at(_PASS, rows and (graph_rows(rows) or rows))
-        beside = rows if fused else 0  # rows that windows meet at each layer
-        there = Counter[int]()  # rows of windows by layer, which share a pass
+        seconds += _launched(rows) if fused else _graphed(rows)
+        there = Counter[int]()  # rows of windows by layer, which share a pass with `rows` of answers
         for window in plan.training:
             if window.direction.is_tail:
                 seconds += _LOSS * window.length
             elif window.direction is Direction.BACKWARD:
-                seconds += _BACK * len(window.span) / LAYERS * _at(_PASS, window.length)
+                seconds += _BACK * len(window.span) / LAYERS * _graphed(window.length)
+            elif not fused:
+                seconds += len(window.span) / LAYERS * _graphed(window.length)
             else:
                 there.update(dict.fromkeys(range(window.span.first, window.span.last), window.length))
         for here in there.values():
-            seconds += (_launched(beside + here) - _launched(beside)) / LAYERS
+            seconds += (_launched(rows + here) - _launched(rows)) / LAYERS
         return (seconds + _UPDATE * len(plan.updates)) * _MILLI
 
     def computed(self, plan: BasePlan) -> float:
@@ -88,11 +92,20 @@ class GpuTimes(Times):
     def _learned(self) -> Costs:
         model = CostModel()
         model.graphs = True
-        model.fit((plan, self.predict(plan)) for plan in probes(LAYERS))
+        # Launching hides behind a large window's products, and is all that a small one takes.
+        alone = (plan for plan in probes(LAYERS) if not plan.fused or plan.training[0].length <= _FEW)
+        model.fit((plan, self.predict(plan)) for plan in (*alone, *map(_mixed, (64, 512, 2048))))
         return model.learned
 
 
-def _attention(decodes: Sequence[InferenceSegment]) -> float:
+def _mixed(rows: int) -> BasePlan:
+    """A prompt of so many rows beside decode rows."""
+    asked = Request("calibration", (0,) * max(rows, _CACHED))
+    decodes = [(Sequence(-2 - place, asked), _CACHED - 1, 1) for place in range(32)]
+    return inference_plan([*decodes, (Sequence(-1, asked), 0, rows)])
+
+
+def _attention(decodes: Iterable[InferenceSegment]) -> float:
     """Milliseconds of decode rows' attention to what is cached."""
     return _ATTEND * sum(segment.context + 1 for segment in decodes)
 
@@ -101,6 +114,12 @@ def _prompt_attention(prompt: InferenceSegment) -> float:
     """Milliseconds of a prompt's attention beyond that in prompts of 2,048 rows, which a pass has."""
     beyond = causal_pairs(prompt.context, prompt.length) - causal_pairs(0, 2048) * prompt.length / 2048
     return _PAIR * max(beyond, 0.0)
+
+
+def _graphed(rows: int) -> float:
+    """Milliseconds of a pass by the smallest graph that holds it; of one that none holds it is the same per
+    row."""
+    return _at(_PASS, rows and (graph_rows(rows) or rows))
 
 
 def _launched(rows: int) -> float:

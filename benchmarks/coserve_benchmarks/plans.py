@@ -4,6 +4,7 @@ A test replays the windows and spans of a co-serving run against whole-sequence 
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from coserve.core.sequence import Direction, Span
 from coserve.engine.engine import Engine
 from coserve.executors.local import LocalExecutor
 from coserve.train.session import TrainingSession
+from coserve.worker.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +44,28 @@ class RecordedStep:
 @contextmanager
 def watch_plans(engine: Engine, look: Callable[[BasePlan], None]) -> Iterator[None]:
     """Calls `look` with every plan the engine has run, before the schedule takes its result in."""
-    executor = engine.loop.executor
-    outer, original = vars(executor).get("run"), executor.run
+    executor, before = engine.loop.executor, engine.scheduler.under_way  # plans that it does not know
+    outer = {name: vars(executor).get(name) for name in ("launch", "collect")}
+    launch, collect, launched = executor.launch, executor.collect, deque[StepPlan | None]([None] * before)
 
-    def run(plan: StepPlan) -> StepResult:
-        result = original(plan)
-        look(plan.only)
+    def launching(plan: StepPlan) -> None:
+        launched.append(plan)
+        launch(plan)
+
+    def collecting(wait: bool = True) -> StepResult | None:
+        result = collect(wait)
+        if result is not None and (plan := launched.popleft()) is not None:
+            look(plan.only)
         return result
 
-    executor.run = run  # type: ignore[method-assign]
+    vars(executor).update(launch=launching, collect=collecting)
     try:
         yield
     finally:
-        del executor.run  # the class's own is found again
-        if outer is not None:  # somebody else watches, too
-            executor.run = outer  # type: ignore[method-assign]
+        for name, watching in outer.items():
+            del vars(executor)[name]  # the class's own is found again
+            if watching is not None:  # somebody else watches, too
+                vars(executor)[name] = watching
 
 
 def local_sessions(engine: Engine) -> Mapping[str, TrainingSession]:
@@ -64,6 +73,14 @@ def local_sessions(engine: Engine) -> Mapping[str, TrainingSession]:
     assert isinstance(engine.executor, LocalExecutor), "what a session holds is looked at here"
     sessions: Mapping[str, TrainingSession] = engine.executor.worker.sessions
     return sessions
+
+
+def local_worker(engine: Engine) -> Worker:
+    """The worker of an engine whose executor is in this process."""
+    assert isinstance(engine.executor, LocalExecutor), "how a worker computes is changed here"
+    worker = engine.executor.worker
+    assert isinstance(worker, Worker)
+    return worker
 
 
 @contextmanager

@@ -151,7 +151,9 @@ class EngineConfig:
         bool, Flag("Control tokens spelled in prompts, messages and training data are such, not text.")
     ] = False
     executor: str = "local"  # runs steps in this process; remote: in one of its own, reached over sockets
-    async_scheduling: bool | None = None  # plans a step while one runs; None: where that is elsewhere
+    async_scheduling: bool | None = (
+        None  # plans a step while one runs; None: where that is elsewhere, or on a GPU
+    )
     page_size: Annotated[int, Range(1)] = 16  # tokens of the cache; smaller wastes less, larger is faster
     # Seconds that a request which allows approximations may wait for a more accurate one, under load.
     approximation_delay: Annotated[float, Range(0)] = 0.1
@@ -291,7 +293,7 @@ class EngineConfig:
     def plans_ahead(self) -> bool:
         """Tells whether the next step is planned while one runs. On the device's own processor that gains
         nothing: planning takes the time of computing."""
-        is_elsewhere = self.executor == "remote" or self.ranks > 1
+        is_elsewhere = self.executor == "remote" or self.ranks > 1 or self.device != "cpu"
         return is_elsewhere if self.async_scheduling is None else self.async_scheduling
 
     @property

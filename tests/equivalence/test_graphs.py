@@ -58,7 +58,7 @@ def answered(
 
     patch.setattr(PassGraphs, "_captured", noted)
     patch.setattr(CostModel, "observe", lambda *_: None)  # the same plans
-    patch.setattr(FusedPass, "_recorder", lambda _: record)
+    patch.setattr(FusedPass, "recorder", lambda _: record)
     patch.setattr(cuda_graphs, "_WORTH", 1)
     patch.setattr(slot_pools, "_FIRST_SLOTS", 1)
     scheduler = {"max_prefill_rows": rows, "bounded_prefill_rows": rows, "min_prefill_rows": rows}

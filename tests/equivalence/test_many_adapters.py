@@ -123,7 +123,7 @@ def test_decode_steps_from_what_a_graph_reads(
         pools.append(0 if found is None else len(found))
         return found
 
-    monkeypatch.setattr(FusedPass, "_recorder", lambda _: record)
+    monkeypatch.setattr(FusedPass, "recorder", lambda _: record)
     monkeypatch.setattr(slot_pools, "_FIRST_SLOTS", 1)
     monkeypatch.setattr(cuda_graphs, "_WORTH", 1)
     monkeypatch.setattr(slot_pools.LoraSlotPools, "assign", noted)

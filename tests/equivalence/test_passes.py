@@ -36,7 +36,7 @@ def run(
     """An engine answers and trains; its prompts come in chunks while others decode, which it takes for
     `mixed` seconds in a pass with others. `carried` counts the steps with decode rows: whether they carry a
     prompt, a window, and one that shares a pass with answers, and have decode rows apart from the prompt."""
-    monkeypatch.setattr(FusedPass, "_recorder", lambda _: record)
+    monkeypatch.setattr(FusedPass, "recorder", lambda _: record)
     monkeypatch.setattr(CostModel, "observe", lambda *_: None)  # it knows no better
 
     def look(plan: BasePlan) -> None:

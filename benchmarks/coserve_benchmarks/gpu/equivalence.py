@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, InternalError
 from coserve_benchmarks.gpu import attention
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.models import (
@@ -23,10 +23,12 @@ from coserve_benchmarks.gpu.models import (
     VOCABULARY,
     add_adapters,
     first_gradients,
+    graphed_gradients,
     log_probabilities,
     make_engine,
     make_model,
 )
+from coserve_benchmarks.plans import local_worker
 
 SLACK: Final = 4.0
 _LEAST: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # errors that are rounding in any case, relative
@@ -58,6 +60,7 @@ def _cases(dtype: torch.dtype) -> Mapping[str, Case]:
     kinds = [kind for kind in KINDS if dtype == torch.float32 or kind not in ROUTED]
     found: dict[str, Case] = {"llama, own forward": _own, "adapters of every method": _adapters}
     found["gradients of every method"] = _gradients
+    found["gradients by graph"] = _graphed
     found |= {f"{kind}, answers": _answers(kind) for kind in kinds}
     bits = ("8bit", "4bit") if _has_four_bits() else ("8bit",)
     found |= {f"llama, {quantize}": _answers("llama", quantize=quantize) for quantize in bits}
@@ -96,6 +99,17 @@ def _adapters(device: str, dtype: torch.dtype) -> Found:
 def _gradients(device: str, dtype: torch.dtype) -> Found:
     """Gradients of jobs of several methods that pass the layers together."""
     return first_gradients(make_engine("llama", dtype, device))
+
+
+@cache
+def _graphed(device: str, dtype: torch.dtype) -> Found:
+    """Gradients of a job alone after some steps, on a GPU by graph. Raises InternalError where none was."""
+    engine = make_engine("llama", dtype, device)
+    found = graphed_gradients(engine)
+    graphs = local_worker(engine).training.graphs
+    if device != "cpu" and (graphs is None or not graphs.count):
+        raise InternalError("no graph of training was captured")
+    return found
 
 
 def _own(device: str, dtype: torch.dtype) -> Found:

@@ -33,6 +33,7 @@ class GpuSizes:
     # Rows of a training window beside answers. A layer back takes 3 ms, which fits into what a bound of 20 ms
     # leaves. Of 4,096 rows, whose rate is 3 % higher, it takes 6.
     window: int = 2048
+    small_window: int = 512
     scheduler: dict[str, Any] = field(
         default_factory=lambda: dict.fromkeys(
             ("max_prefill_rows", "bounded_prefill_rows", "max_training_rows"), 4096
@@ -61,6 +62,7 @@ _TINY = GpuSizes(
     streamed_rows=(1, 4),
     like_for_like=("tiny", 2, 32),
     window=64,
+    small_window=16,
     scheduler={},
 )
 _SIZES = {"8b": GpuSizes(), "255m": GpuSizes(prompts=((1, 128), (1, 512), (4, 2048))), "tiny": _TINY}

@@ -1,4 +1,5 @@
-"""Part `training`: tokens a second of a LoRA job alone, as a share of what the device could multiply."""
+"""Part `training`: tokens a second of a LoRA job alone, as a share of what the device could multiply; and in
+windows as small as answers leave them, by graph and launched kernel by kernel."""
 
 from collections.abc import Callable
 from statistics import median
@@ -8,6 +9,7 @@ from coserve.train.save_policy import SavePolicy
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
 from coserve_benchmarks.ours import seconds_of_steps, warm_training
+from coserve_benchmarks.plans import local_worker
 
 _RESERVE = 10.0
 _STEPS = 5
@@ -16,6 +18,12 @@ ALONE = {"quantum": 5.0, "max_quantum": 5.0}  # seconds of training in a step: n
 
 def run(log: PartLog, place: Place) -> None:
     """A job that keeps the outputs of linears and attention, then one that keeps layers' inputs alone."""
+    _whole(log, place)
+    _in_small_windows(log, place)
+
+
+def _whole(log: PartLog, place: Place) -> None:
+    """A job in windows of whole micro-batches, by what it keeps."""
     engine = place.engine(4 * 1024, scheduler={**place.sizes.scheduler, **ALONE})
     for keep in (SavePolicy.EVERYTHING, SavePolicy.INPUTS):
         if log.left < _RESERVE:
@@ -27,6 +35,29 @@ def run(log: PartLog, place: Place) -> None:
         _report(log, place, keep, median(found))
         job.cancel()
         engine.run()
+
+
+def _in_small_windows(log: PartLog, place: Place) -> None:
+    """A job whose windows have few rows each: by graph, where the device has them, then without."""
+    if log.left < 2 * _RESERVE:
+        log.note("no time was left for small windows")
+        return
+    rows = place.sizes.small_window
+    cuts = {"max_training_rows": rows, "min_training_rows": rows}
+    engine = place.engine(4 * 1024, scheduler={**place.sizes.scheduler, **ALONE, **cuts})
+    place.train(engine, "small windows", SavePolicy.EVERYTHING)
+    worker = local_worker(engine)
+    tokens = place.sizes.batch * place.sizes.length
+    for way in ("by graph", "launched"):
+        if way == "launched":
+            worker.training.graphs = None
+        elif worker.training.graphs is None:
+            log.note("training has no graphs on this device")
+            continue
+        for _ in range(2):  # a graph is captured when a second window asks for it
+            seconds_of_steps(engine)
+        seconds = median(steps_within(lambda: seconds_of_steps(engine), log.left / 3))
+        log.figure(f"training[windows of {rows}, {way}].rate", tokens / seconds, "tokens/s")
 
 
 def steps_within(step: Callable[[], float], seconds: float) -> list[float]:

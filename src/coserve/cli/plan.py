@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,6 +60,10 @@ def plan(
     memory: Annotated[str, typer.Option(help="The budget, as 6GiB, a share, or auto.")] = "auto",
     base_memory: Annotated[
         str, typer.Option(help="Of that, for the base's weights, as in `coserve serve`; auto, or a size.")
+    ] = "auto",
+    host_memory: Annotated[
+        str,
+        typer.Option(help="Beside a GPU, the host's memory for what exceeds that, as in `coserve serve`."),
     ] = "auto",
     loss: Annotated[
         str, typer.Option(help="What plain torch goes back from: labels, or the sum of all logits.")
@@ -132,6 +137,7 @@ def plan(
     from coserve.plan.rows import make_plan
 
     asked = _asked(recipes, batch, length, loss, keep, cache_tokens, memory, base_memory, device, measure)
+    asked = replace(asked, host_memory=_host_memory(host_memory, device, measure))
     gc.freeze()  # imports stay: the collection in each run would walk them, 0.3 s each
     results = {
         "command": _command(),
@@ -235,6 +241,17 @@ def _asked(
     )
 
 
+def _host_memory(text: str, device: str, measure: bool) -> str:
+    """Checks --host-memory. Raises ConfigError where nothing of a plan would be in it."""
+    from coserve.core.size import read_memory
+
+    read_memory(text, "host_memory", may_be_none=True)
+    if text != "auto" and (device == "cpu" or measure):
+        why = "nothing is measured there" if measure else "on a CPU what exceeds --memory is read from disk"
+        raise ConfigError(f"--host-memory is for a plan beside a GPU, as of --device cuda: {why}")
+    return text
+
+
 def _keep(text: str) -> "SavePolicySetting":
     """Parses --keep: the name of a setting, or a number of bytes."""
     from coserve.core.size import read_size
@@ -271,6 +288,8 @@ def _print(results: dict[str, Any]) -> None:
     print(f"beside it: {imports} of imports in the engine's process, and the same in its standby's")
     if results["streamed"] is not None:
         _print_streamed(**results["streamed"])
+    if results["host"] is not None:
+        _print_host(**results["host"])
     for row in results["rows"]:
         if row["refused"] and row["system"] == "coserve":
             print(f"{row['name']}, batch {row['batch']}: {row['refused']}{_least(row, results['streamed'])}")
@@ -305,6 +324,22 @@ def _print_streamed(
         f"with {found['resident_blocks']} of {blocks} blocks, and a pass reads {show_size(read)}{beside}; at "
         f"{show_size(found['rate'])}/s ({how}) it takes {found['seconds']:.2g} s or more"
     )
+
+
+def _print_host(room: int, blocks: int, pages: int, tokens: int, moments: dict[str, int], total: int) -> None:
+    """Prints what the engine keeps in the host's memory beside a GPU."""
+    from coserve.core.size import show_size
+
+    print(
+        f"in the host's memory: {show_size(blocks)} of the base's blocks ({show_size(room)} are for them), "
+        f"and up to {show_size(pages)} of pages of answers that wait, {tokens:,} tokens (engine.swap_space)"
+    )
+    if moments:
+        told = ", ".join(f"{name} {show_size(nbytes)}" for name, nbytes in moments.items())
+        print(
+            f"with engine.offload the optimizer's moments are there, too: {told}; "
+            f"in all up to {show_size(total)}"
+        )
 
 
 def _least(row: dict[str, Any], streamed: dict[str, Any] | None) -> str:

@@ -236,9 +236,9 @@ class ClusterAnswers(Worker):
     def join(self, front: ClusterFront) -> None:
         """Has rows go through the cluster's blocks."""
         assert isinstance(self.fused, ClusterPass) and isinstance(self.attention, ElsewhereCache)
-        assert isinstance(self._training, ClusterTraining)
+        assert isinstance(self.training, ClusterTraining)
         self.fused.front = self.attention.front = front
-        self._training.fleet = front.fleet
+        self.training.fleet = front.fleet
 
     def call(self, command: Command[R]) -> R:
         """See `DeviceWorker`."""

@@ -464,7 +464,8 @@ class BaseResult:
     that have no next token; `offload_reads` what was read of all of them. `outputs` are those of
     micro-batches that report and have ended, by key. `unfilled` are adapters whose virtual tokens failed:
     pages that the plan has filled with them are not to be read. Where rows of answers that a graph should
-    have held were `launched` kernel by kernel, all of them shared a pass.
+    have held were `launched` kernel by kernel, all of them shared a pass. `launched_jobs` are those whose
+    windows went back without a graph.
 
     `together_failed` tells that a pass that several share ran out of memory. The plan has run again as a
     narrower one, or its training has stopped there, as by a pause.
@@ -485,6 +486,7 @@ class BaseResult:
     unfilled: Mapping[str, CoserveError] = field(default_factory=dict)
     together_failed: bool = False
     launched: bool = False
+    launched_jobs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

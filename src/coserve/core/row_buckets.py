@@ -32,14 +32,15 @@ class RowBuckets:
         return max(self.fine, self.coarse) - 1
 
 
-# Rows of passes with prompts that a graph holds: at most half of a pass is padding, a third from 256 rows on.
+# Rows of passes with prompts, and of windows of training, that a graph holds: at most half of them are
+# padding, a third from 256 rows on.
 # Up to the first the weights' bytes take longer than the rows' products (128 rows of 8B on an H200: 2.4 ms of
 # products, 3.5 of reading). 640 are a prompt of 512, the most beside bounds, and decode rows.
 GRAPHS: Final = (128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 
 
 def graph_rows(rows: int) -> int | None:
-    """The rows of the smallest graph that holds a pass with prompts; None where none does."""
+    """The rows of the smallest graph that holds a pass with prompts, or a window; None where none does."""
     return GRAPHS[bisect_left(GRAPHS, rows)] if rows <= GRAPHS[-1] else None
 
 

@@ -37,6 +37,7 @@ from coserve.train.example import Example, Prepared
 from coserve.train.fresh import sketch_adapter
 from coserve.train.job import PreparedJob
 from coserve.train.supervised import SupervisedSteps
+from coserve.worker.training_graphs import WORTH
 
 Sample = tuple[Features, float]
 _Rows = tuple[int, int, int, int]  # decoding sequences, cached tokens of each, prompts, tokens of each
@@ -269,26 +270,40 @@ def _inference(
 
 
 def _capture(probe: _Probe, room: int, positions: int) -> None:
-    """Has the device capture the graphs of all steps of inference."""
+    """Has the device capture the graphs of all steps of inference, and of windows alone."""
     for _ in range(_GRAPH):
         deque(_inference(probe, room, positions, probe.sizes.inference), maxlen=0)
     if probe.base.sites:
         with _micro_batch(probe, *probe.sizes.windows[0]) as micro_batch:
             for _ in range(_GRAPH):
                 deque(_inference(probe, room, positions, probe.sizes.adapted, micro_batch.adapter), maxlen=0)
+    for batch, rows in _windows(probe, room, positions):
+        for _ in range(WORTH):
+            with _micro_batch(probe, batch, rows) as micro_batch:
+                deque(
+                    _there_and_back(probe, micro_batch, batch * rows, probe.base.depth, BasePlan()), maxlen=0
+                )
+
+
+def _windows(probe: _Probe, room: int, positions: int) -> Iterator[tuple[int, int]]:
+    """The windows (examples, tokens of each) that there is room for; a chain of two bases trains nothing."""
+    for batch, rows in probe.some(probe.sizes.windows) if probe.base.sites else ():
+        if rows <= min(room, positions) and not (probe.lean and batch * rows > _LEAN_ROWS):
+            yield batch, rows
 
 
 def _training(probe: _Probe, room: int, positions: int) -> Iterator[Sample]:
     half = max(1, probe.base.depth // 2)
-    for batch, rows in (
-        probe.some(probe.sizes.windows) if probe.base.sites else ()
-    ):  # a chain of two bases trains nothing
-        if rows > min(room, positions) or (probe.lean and batch * rows > _LEAN_ROWS):
-            continue
+    for batch, rows in _windows(probe, room, positions):
         with _micro_batch(probe, batch, rows) as micro_batch:
             if (batch, rows) == probe.sizes.windows[0]:
                 yield from _inference(probe, room, positions, probe.sizes.adapted, micro_batch.adapter)
-            yield from _there_and_back(probe, micro_batch, batch * rows, half)
+            answer = probe.sequence(64, 1, 0)
+            # Where windows have graphs one that shares a pass is launched, which a large one would hide.
+            is_shared = not probe.executor.spec.graphs or (batch, rows) == probe.sizes.windows[0]
+            beside = inference_plan([(answer, 63, 1)] if is_shared else [])
+            yield from _there_and_back(probe, micro_batch, batch * rows, half, beside)
+            probe.run(BasePlan(released=(answer.key,)))
             yield probe.timed(BasePlan(updates=(OptimStep(_JOB, learning_rate=1e-30),)))
 
 
@@ -309,16 +324,15 @@ def _micro_batch(probe: _Probe, batch: int, rows: int) -> Iterator[MicroBatch]:
     executor.call(DropAdapters((f"{_JOB}@0", f"{_JOB}@1")))
 
 
-def _there_and_back(probe: _Probe, micro_batch: MicroBatch, rows: int, half: int) -> Iterator[Sample]:
-    """One window forward in two spans (the first beside a decoding sequence), the tail, and backward in
-    two."""
-    answer = probe.sequence(64, 1, 0)
+def _there_and_back(
+    probe: _Probe, micro_batch: MicroBatch, rows: int, half: int, inference: BasePlan
+) -> Iterator[Sample]:
+    """One window forward in spans of at most so many layers, and the rest, the first one beside `inference`;
+    then the tail, and the way back alike."""
     depth = probe.base.depth
-    inference = inference_plan([(answer, 63, 1)])
     while not micro_batch.done:
         span = micro_batch.next_span(depth if micro_batch.is_paused else half)
         window = training_segment(micro_batch, 0, rows, micro_batch.direction, span)
         yield probe.timed(replace(inference, training=(window,)))
         micro_batch.advance(0, rows, span)
         inference = BasePlan()
-    probe.run(BasePlan(released=(answer.key,)))

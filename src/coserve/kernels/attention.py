@@ -108,6 +108,23 @@ def attend_back(
     return reference.attention_backward(*given, spec.scale, allowed, spec.softcap)
 
 
+def attend_allowed(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, spec: AttentionSpec) -> Tensor:
+    """As `attend`, of queries that attend to the keys that `allowed` [t, length] has for them, at least one
+    each."""
+    if not (spec.is_plain and q.is_cuda):
+        return reference.attention(q, k, v, spec.scale, allowed, spec.softcap, spec.sinks)
+    share = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(share, 1) if share > 1 else x for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=spec.scale)
+
+
+def attend_allowed_keeping(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, spec: AttentionSpec) -> Attended:
+    """As `attend_allowed`, without a graph, and with the log-sum-exp for backward."""
+    if spec.is_plain and q.is_cuda:
+        return Attended(attend_allowed(q, k, v, allowed, spec), q.new_zeros(q.shape[:3]))
+    return Attended(*reference.attention_forward(q, k, v, spec.scale, allowed, spec.softcap, spec.sinks))
+
+
 class _Attention(torch.autograd.Function):
     """Saves q, k, v, the output and the log-sum-exp (computed or given)."""
 

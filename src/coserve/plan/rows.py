@@ -15,6 +15,7 @@ from coserve.model.base import Base
 from coserve.model.load import load_base
 from coserve.plan.engine_run import least_memories, refusals
 from coserve.plan.estimate import Estimate, estimates, spread
+from coserve.plan.host import plan_host
 from coserve.plan.measure import measure_peaks
 from coserve.plan.recipes import Fields
 from coserve.plan.stages import Peaks, PlainLoss, Program, ProgramSize, System
@@ -22,6 +23,7 @@ from coserve.plan.streaming import StreamedBase, plan_streaming
 from coserve.plan.subject import Subject
 from coserve.streamed.trial import link_rate
 from coserve.train.save_policy import SavePolicy, SavePolicySetting
+from coserve.worker.opening import host_room
 
 Recipes = Mapping[str, Sequence[Fields]]
 Tell = Callable[[str], object]
@@ -82,7 +84,8 @@ def make_programs(load: ProgramSize, recipes: Recipes, keep: str | int) -> Itera
 class PlanRequest:
     """Request for a plan. `keep` is coserve's save policy, `budget` the bytes available, `memory` and
     `base_memory` what the engine is told of them; programs are measured on `device`, their base in memory as
-    a whole, or with None only estimated. The engine is one on the device `where`."""
+    a whole, or with None only estimated. The engine is one on the device `where`, beside which the host's
+    memory is planned, too."""
 
     recipes: Recipes
     batches: Sequence[int] = (4,)
@@ -95,6 +98,7 @@ class PlanRequest:
     memory: str | int | float = "auto"
     base_memory: str | int | float = "auto"
     where: str = "cpu"
+    host_memory: str | int | float = "auto"
 
     def programs(self) -> Iterator[Program]:
         """Programs of all batch sizes."""
@@ -114,6 +118,7 @@ def make_plan(
     imports = resident_bytes()  # so far they are all that there is
     tell("estimating the base")
     streamed, link = None, link_rate(torch.device(request.where))
+    host, on_cpu = None, torch.device(request.where).type == "cpu"
     programs = list(request.programs())
     with spread(processes) as run_all:
         found = estimates(subject, programs, run_all)
@@ -126,9 +131,12 @@ def make_plan(
                     memory=request.memory,
                     base_memory=request.base_memory,
                     cache_tokens=request.cache_tokens,
+                    host_memory=request.host_memory,
                 )
                 streamed = plan_streaming(subject, base, config, link)
-        on_cpu = torch.device(request.where).type == "cpu"
+                if not on_cpu:
+                    held = None if streamed is None else streamed.held
+                    host = plan_host(base, config, host_room(config), held, programs)
         rows = list(
             plan_rows(subject, programs, found, request.budget, request.device, tell, streamed, on_cpu)
         )
@@ -142,6 +150,7 @@ def make_plan(
         "built": built_bytes(),
         "imports": imports,
         "streamed": None if streamed is None else streamed.as_dict(),
+        "host": None if host is None else host.as_dict(),
         "measure": next((row.how for row in rows if row.how), None),
         "error": largest_error(rows),
         "rows": [row.as_dict() for row in rows],

@@ -76,7 +76,8 @@ class CostModel:
 
     def __init__(self, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
         self.is_measured = False  # else weights are assumed
-        self.graphs = False  # whether rows of answers that share no pass with windows are replayed
+        self.graphs = False  # whether rows that share no pass with others' are replayed
+        self.launched: set[str] = set()  # jobs whose windows no graph had when they last went back
         self.error = _UNKNOWN_ERROR  # exponentially weighted mean of |predicted - taken| / taken
         self.interference = Interference()
         self.reads = ReadCosts()
@@ -110,7 +111,7 @@ class CostModel:
         and computing: while one waits for weights, the other does not compute. Losses and updates come
         between passes.
         """
-        values = features.counted(passes, self.graphs)
+        values = features.counted(passes, self.graphs, self.launched)
         computed = self._computed(values) + self.offload.seconds(features.offloaded)
         if not self.reads.layers:
             return computed
@@ -217,7 +218,7 @@ class CostModel:
 
     def _values(self, features: Features) -> dict[str, float]:
         """The counts of a part, by the passes that it has, or would be planned with."""
-        return features.counted(self.passes(features), self.graphs)
+        return features.counted(self.passes(features), self.graphs, self.launched)
 
     def _computed(self, values: Mapping[str, float]) -> float:
         """Seconds of arithmetic, without waiting for weights; both mappings have the order of `NAMES`."""

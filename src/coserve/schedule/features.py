@@ -1,6 +1,6 @@
 """The contents of a step, counted for the cost model: FlexLLM's c and s (section 6.2), in more detail."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Final, Self
@@ -44,6 +44,10 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
 NAMES = tuple(DEFAULT_WEIGHTS)
 WIDE: Final = 512  # rows
 
+_PADDED_THERE: Final = "window_rows", "window_wide_rows"
+_PADDED_BACK: Final = "backward_rows", "backward_wide_rows"
+_PADDED: Final = (*_PADDED_THERE, *_PADDED_BACK)
+
 _EMPTY: Final = dict.fromkeys(NAMES, 0.0) | {"step": 1.0}
 _SHARED: Final = Passes()
 
@@ -61,6 +65,8 @@ class Features:
         self.offloaded = 0  # cached tokens that are read from slower memory
         self._windows, self._depth = 0, 1  # a bit for each layer that windows going forward visit, of so many
         self._abandons = False  # whether windows that go forward may be abandoned, and so pass apart
+        self._padding = dict.fromkeys(_PADDED, 0.0)  # that graphs add to windows' rows
+        self._jobs: set[str] = set()  # whose windows go forward
         self._passes: Passes | None = None  # those of a plan
         self._is_launched = False  # whether its decode rows run kernel by kernel, as no graph has them
         self._returned: dict[str, int] = {}  # by job, a bit for each layer that its rows going back visit
@@ -97,10 +103,10 @@ class Features:
         twin.trains, twin.answers, twin.offloaded = self.trains, self.answers, self.offloaded
         twin._decodes, twin._prompts, twin._fills = self._decodes, self._prompts, self._fills
         twin._windows, twin._depth, twin._back = self._windows, self._depth, self._back
-        twin._abandons, twin._passes = self._abandons, self._passes
+        twin._abandons, twin._passes, twin._padding = self._abandons, self._passes, self._padding.copy()
         twin._is_launched = self._is_launched
         twin._values, twin._returned = self._values.copy(), self._returned.copy()
-        twin._adapters = self._adapters.copy()
+        twin._adapters, twin._jobs = self._adapters.copy(), self._jobs.copy()
         return twin
 
     @property
@@ -122,11 +128,13 @@ class Features:
         windows = (False,) if not beside else (True,) if self._abandons else (False, True)
         return [Passes(*apart) for apart in product(decodes, windows)]
 
-    def counted(self, passes: Passes | None = None, graphs: bool = False) -> dict[str, float]:
+    def counted(
+        self, passes: Passes | None = None, graphs: bool = False, launched: Container[str] = ()
+    ) -> dict[str, float]:
         """The counts by one of the `ways`, in the order of `NAMES`; by default by the plan's, or by all rows
-        in one pass. With `graphs` answers that share no pass with windows are replayed, and those with
-        prompts padded to the graph's rows; beside windows through a few layers they are launched like these,
-        at all layers."""
+        in one pass. With `graphs` answers and windows that share no pass are replayed, and prompts and
+        windows padded to the graph's rows; rows that share one are launched, those of answers at all
+        layers, and so are windows of the jobs `launched`."""
         passes = passes or self._passes or _SHARED
         is_shared, windows = self._is_shared(passes), self._windows.bit_count() / self._depth
         apart = 0.0 if is_shared else windows
@@ -142,7 +150,12 @@ class Features:
         elif graphs and self._prompts and not (is_shared and windows):
             rows, more = self._prompts + mixes * self._decodes, 0.0
             values["forward_rows"] += (graph_rows(rows) or rows) - rows
+        if graphs and not any(job in launched for job in self._jobs):
+            apart = 0.0
         values["prefill_layers"] = self._fills + more + apart
+        if graphs:
+            for name in _PADDED_BACK if is_shared else _PADDED:
+                values[name] += self._padding[name]
         return values
 
     def _passes_of_answers(self, passes: Passes) -> int:
@@ -210,15 +223,21 @@ class Features:
         if segment.direction is Direction.TRAIN_FORWARD:
             self._windows |= (1 << span.last) - (1 << span.first)
             self._depth, self._abandons = depth, self._abandons or abandons
+            names = _PADDED_THERE
+            self._jobs.add(segment.job)
             values["window_rows"] += rows * part
             values["window_wide_rows"] += wide
             values["forward_attention"] += segment.pairs * part
         else:
             values["backward_layers"] += self._read_again(segment.job, span) / depth
+            names = _PADDED_BACK
             values["backward_rows"] += rows * part
             values["backward_wide_rows"] += wide
             values["backward_attention"] += segment.pairs * part
         values["windows"] += part
+        padded = graph_rows(rows) or rows
+        self._padding[names[0]] += (padded - rows) * part
+        self._padding[names[1]] += max(padded - WIDE, 0) * part - wide
 
     def _read_again(self, job: str, span: Span) -> int:
         """Number of layers whose weights a further backward window of a job reads again: those that no window

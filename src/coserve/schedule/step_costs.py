@@ -5,7 +5,7 @@ from typing import Final
 
 from coserve.core.plan import BasePlan, StepPlan, StepResult
 from coserve.core.request import BASE
-from coserve.core.sequence import MicroBatch
+from coserve.core.sequence import Direction, MicroBatch
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import OUTLIER, CostModel, within_outliers
 from coserve.schedule.features import Features, StepFeatures
@@ -67,6 +67,9 @@ class StepCosts:
             self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
         for base, part in features.items():
             its = result.bases[base]
+            returned = {one.job for one in its.trained if one.direction is Direction.BACKWARD}
+            self.bases[base].launched -= returned
+            self.bases[base].launched |= its.launched_jobs
             self.bases[base].observe(part, its.seconds, its.reads, its.offload_reads, its.launched)
 
     def observe_beside(self, plan: StepPlan, result: StepResult, host: float = 0.0) -> None:

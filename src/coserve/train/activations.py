@@ -5,6 +5,8 @@ attend, and the outputs of frozen linears and attention that `Fates` keep. The f
 what is stored depends on the training rows alone.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -162,6 +164,18 @@ class SavedOutputs:
         """Stores out [1, window rows, heads, dv] and lse [1, window rows, heads] of a layer's attention."""
         for buffers, x in zip(self._attended, attended, strict=True):
             buffers.write(layer, window.span, x[0])
+
+    def copy_to(
+        self, other: "SavedOutputs", layer: int, paths: Sequence[str], rows: slice, there: slice
+    ) -> None:
+        """Copies what is kept of a layer, with its frozen linears at `paths`, of `rows`, to rows `there` of
+        another store."""
+        for path in paths:
+            if path in self._linears:
+                other._linears.write(path, there, self._linears.read(path, rows))
+        for own, others in zip(self._attended, other._attended, strict=True):
+            if layer in own:
+                others.write(layer, there, own.read(layer, rows))
 
     def product(self, path: str, window: Window) -> Tensor:
         """The product or sum [window rows, out] of a linear whose fate is KEPT or SUM."""

@@ -70,6 +70,10 @@ class MicroBatchKV:
         if none."""
         return self._grads.total(layer, window.span, dtype)
 
+    def has_grads(self, layer: int, window: Window) -> bool:
+        """Tells whether there are any."""
+        return self._grads.covers(layer, window.span)
+
     def drop_grads(self, layer: int, window: Window) -> None:
         """Frees those gradients once the window has gone back through the layer."""
         self._grads.drop(layer, window.span)
@@ -158,6 +162,10 @@ class KVGradAccumulator:
         """The gradients of a window's keys and values, [1, groups, rows, width]; None if there are none."""
         due = self._due(layer, rows)
         return self._over(due, rows, dtype) if due else None
+
+    def covers(self, layer: int, rows: slice) -> bool:
+        """Tells whether there are any for these rows."""
+        return bool(self._due(layer, rows))
 
     def drop(self, layer: int, rows: slice) -> None:
         """Frees a window's sums without rows left of it."""

@@ -18,15 +18,23 @@ class RowBuffers(Generic[K]):
         self._buffers: dict[K, Tensor] = {}
 
     def __contains__(self, key: K) -> bool:
-        return key in self._buffers
+        return self._named(key) in self._buffers
 
     def write(self, key: K, rows: slice, x: Tensor) -> None:
         """Copies x, the given rows, into the buffer of `key`."""
-        if key not in self._buffers:
+        if key not in self:
             shape = (*x.shape[: self._dim], self._rows, *x.shape[self._dim + 1 :])
-            self._buffers[key] = self._lease.take(shape, x.dtype, x.device)
+            self._buffers[self._named(key)] = self._lease.take(shape, x.dtype, x.device)
         self.read(key, rows).copy_(x)
 
     def read(self, key: K, rows: slice) -> Tensor:
         """The given rows of the buffer of `key`, a view."""
-        return self._buffers[key][(*[slice(None)] * self._dim, rows)]
+        return self._buffers[self._named(key)][(*[slice(None)] * self._dim, self._placed(rows))]
+
+    def _named(self, key: K) -> K:
+        """The name of the buffer of `key`."""
+        return key
+
+    def _placed(self, rows: slice) -> slice:
+        """The place of rows in a buffer."""
+        return rows

@@ -1,13 +1,21 @@
 """A window of training rows: its examples, the keys and values before them, and its attention."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention import Attended, AttentionSpec, attend, attend_keeping
+from coserve.kernels.attention import (
+    Attended,
+    AttentionSpec,
+    attend,
+    attend_allowed,
+    attend_allowed_keeping,
+    attend_keeping,
+    causal_mask,
+)
 from coserve.kernels.cpu import row_buckets
 from coserve.kernels.rows import concat_rows
 
@@ -19,6 +27,9 @@ class Window:
     `past` rows before `start` belong to the window's first example; `pieces` are the rows of each example in
     the window, in order. If the micro-batch begins with the adapter's prompt, which precedes every example,
     `before` of its rows precede the window and `prompt` of them are the window's first.
+
+    Of a window in a graph the device alone knows the examples: `examples` [past + rows] has the number of
+    each row's, which rows of no other example have, and `pieces` say nothing.
     """
 
     start: int
@@ -27,6 +38,7 @@ class Window:
     pieces: tuple[int, ...]
     before: int = 0
     prompt: int = 0
+    examples: Tensor | None = field(default=None, compare=False)
 
     @staticmethod
     def of(lengths: tuple[int, ...], start: int, rows: int, prompt: int = 0) -> "Window":
@@ -99,10 +111,12 @@ def attend_window(
     kept: Attended | None = None,
 ) -> Tensor:
     """Attention of a window's rows, each within its own example and to everything before every example; in
-    the current graph, if there is one. Outputs in `kept` are not recomputed.
+    the current graph, if there is one. Outputs in `kept` are not recomputed, except in a graph of a device.
 
     q [1, heads, rows, dk], k [1, groups, rows, dk], v [1, groups, rows, dv]; returns [1, rows, heads, dv].
     """
+    if window.examples is not None:
+        return attend_allowed(q, *_allowed(k, v, past, window.examples, spec), spec).transpose(1, 2)
     outputs = []
     for piece in _pieces(q, k, v, past, window):
         given = None if kept is None else _kept_of(piece.rows, kept)
@@ -115,6 +129,9 @@ def attend_window_keeping(
 ) -> Attended:
     """As `attend_window`, without a graph; returns the tensors for backward: out [1, rows, heads, dv] and lse
     [1, rows, heads]."""
+    if window.examples is not None:
+        found = attend_allowed_keeping(q, *_allowed(k, v, past, window.examples, spec), spec)
+        return Attended(found.out.transpose(1, 2), found.lse.transpose(1, 2))
     outs, lses = [], []
     for piece in _pieces(q, k, v, past, window):
         found = attend_keeping(*piece.tensors, spec)
@@ -230,6 +247,18 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, past: PastKV, window: Window) -> It
     if pieces:
         rows = _beside(start, pieces, q.device)
         yield _Piece(rows, (rows.of(q), _joined(keys, rows.of(k)), _joined(values, rows.of(v))))
+
+
+def _allowed(
+    k: Tensor, v: Tensor, past: PastKV, examples: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of a window's rows and of those before it, and which of them each row attends to,
+    [rows, keys]."""
+    rows = k.shape[2]
+    if past.own is not None:
+        k, v = torch.cat([past.own[0], k], 2), torch.cat([past.own[1], v], 2)
+    own = examples[-rows:, None] == examples
+    return k, v, own & causal_mask(rows, k.shape[2], spec.window, k.device)
 
 
 def _joined(ahead: list[Tensor], own: Tensor) -> Tensor:

@@ -280,8 +280,9 @@ def _join_attended(kept: Sequence[Attended]) -> Attended:
 
 
 def _as_one_window(windows: Sequence[StoredWindow]) -> Window | None:
-    """One window with the examples of all; None if anything precedes any of their examples."""
-    if any(w.past or w.before or w.prompt or store.kv.virtual for store, w in windows):
+    """One window with the examples of all; None if anything precedes any of their examples, or the device
+    alone knows these."""
+    if any(w.past or w.before or w.prompt or w.examples is not None or s.kv.virtual for s, w in windows):
         return None
     pieces = tuple(piece for _, w in windows for piece in w.pieces)
     return Window(0, sum(w.rows for _, w in windows), 0, pieces)

@@ -73,15 +73,15 @@ class FusedPass:
         self._offloaded = offloaded
         self.forward = self._through()
         self.graphs: PassGraphs | None = None
-        if (record := self._recorder()) is not None:
+        if (record := self.recorder()) is not None:
             pages = attention.page_size, table.most_pages
             self.graphs = PassGraphs(self.pass_graph, record, table.padding_row, pages, self.base.device)
             self.graphs.prepare(table.capacity)
 
-    def _recorder(self) -> Record | None:
-        """The recorder of answers' passes; None on a processor, where layers are not in memory as they are or
-        computed elsewhere or by several ranks, where attention waits for the device, and where layers have
-        states: a graph would write the half of the store that it was recorded with."""
+    def recorder(self) -> Record | None:
+        """A recorder of graphs, which share its memory; None on a processor, where layers are not in memory
+        as they are or computed elsewhere or by several ranks, where attention waits for the device, and where
+        layers have states: a graph would write the half of the store that it was recorded with."""
         base = self.base
         is_whole = base.shards.ranks.count == 1 and not base.makes_calls and base.reader is None
         if base.device.type != "cuda" or not is_whole or base.mixers:

@@ -21,7 +21,7 @@ from coserve.core.plan import CopyKind
 from coserve.core.size import read_memory
 from coserve.errors import ConfigError
 from coserve.executors.executor import Executor
-from coserve.executors.local import LocalExecutor
+from coserve.executors.local import BackgroundExecutor, LocalExecutor
 from coserve.executors.remote import RemoteExecutor
 from coserve.memory.budget import budget_of, process_capacity
 from coserve.memory.fake_tensors import fake_tensors, is_fake
@@ -97,7 +97,7 @@ def open_local(
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
     kind = StageWorker if config.pipeline_parallel > 1 else Worker
     worker = _make(base, config, grammars, grown, streaming, kind)
-    return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, grammars)
+    return Opened(_transport(worker), base, worker.slot_pools.slot_nbytes, grammars)
 
 
 def open_loaded(
@@ -107,7 +107,7 @@ def open_loaded(
     no tokenizer. Raises ConfigError where the cache does not fit into memory."""
     grammars = None if tokenizer is None else Grammars(tokenizer, base.vocabulary, eos_ids(base))
     worker = _make(base, config, grammars, 0, None, kind)
-    return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, grammars)
+    return Opened(_transport(worker), base, worker.slot_pools.slot_nbytes, grammars)
 
 
 def open_remote(
@@ -153,7 +153,12 @@ def open_stitched(
     worker = _make(base, config, grammars, 0, None, StitchedWorker)
     assert isinstance(worker, StitchedWorker)
     worker.join(legs)
-    return Opened(LocalExecutor(worker), base, worker.slot_pools.slot_nbytes, grammars)
+    return Opened(_transport(worker), base, worker.slot_pools.slot_nbytes, grammars)
+
+
+def _transport(worker: Worker) -> LocalExecutor[Worker]:
+    """The way to a worker: in the background where it mostly waits for its device."""
+    return (LocalExecutor if worker.base.device.type == "cpu" else BackgroundExecutor)(worker)
 
 
 def open_executor(model: Model, config: EngineConfig, read_tokenizer: ReadTokenizer) -> Opened:

@@ -7,10 +7,13 @@ fails ends the step's training, and the host plans what is left of it anew.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
+
+import torch
 
 from coserve.core.plan import TrainingSegment
 from coserve.core.step_trace import span
@@ -23,6 +26,25 @@ from coserve.train.window_group import ForwardWindow
 Slice = Callable[[], object]
 GoBack = Callable[[range, Sequence[JobWindow], int, Shortages, Callable[[], object]], None]
 W = TypeVar("W", ForwardWindow, BackwardWindow)
+
+
+_OUTSTANDING: Final = 2  # slices that a GPU has not done: one runs, and one is there when that ends
+
+
+class SlicesUnderWay:
+    """Slices that a GPU has been given, and has not done. The host waits before it gives it more than two: a
+    pause would come too late for them. A processor has done a slice when it returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ends = deque[Any]()  # events
+
+    def add(self) -> None:
+        """Counts the slice that the current stream was given last, and waits for older ones."""
+        if self._device.type == "cuda":
+            self._ends.append(torch.cuda.current_stream(self._device).record_event())
+            while len(self._ends) > _OUTSTANDING:
+                self._ends.popleft().synchronize()
 
 
 class WindowSlices(ABC, Generic[W]):
@@ -147,7 +169,9 @@ class BackwardSlices(WindowSlices[BackwardWindow]):
 Sliced = ForwardSlices | TailSlice | BackwardSlices
 
 
-def run_slices(ways: Iterator[Sliced], layers: int, pause: TrainingPause) -> list[TrainingSegment]:
+def run_slices(
+    ways: Iterator[Sliced], layers: int, pause: TrainingPause, under_way: SlicesUnderWay
+) -> list[TrainingSegment]:
     """Runs slices until a pause, or until one fails; returns the segments with the layers that they have
     passed."""
     done: list[TrainingSegment] = []
@@ -158,6 +182,7 @@ def run_slices(ways: Iterator[Sliced], layers: int, pause: TrainingPause) -> lis
                 is_through = not pause.is_due and pause.ran(run)
             if not is_through:
                 break
+            under_way.add()
         done += way.end()
         if not is_through or pause.is_due:  # what would go another way is not even looked up
             break

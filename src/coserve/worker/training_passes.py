@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 from coserve.core.plan import MicroBatchOutput, OptimStep, TrainingSegment, Updated
 from coserve.core.sequence import Direction
@@ -16,16 +17,23 @@ from coserve.train.updating import update_all
 from coserve.train.window import Window
 from coserve.train.window_group import ForwardWindow
 from coserve.worker.held import HeldState
-from coserve.worker.slices import BackwardSlices, ForwardSlices, Sliced, TailSlice, W, run_slices
-
-Forward = Callable[[Sequence[ForwardWindow], range], object]  # takes windows through layers
+from coserve.worker.slices import (
+    BackwardSlices,
+    ForwardSlices,
+    Sliced,
+    SlicesUnderWay,
+    TailSlice,
+    W,
+    run_slices,
+)
+from coserve.worker.training_graphs import Forward, TrainingGraphs
 
 
 class TrainingPasses:
     """Runs windows of a device's sessions in slices, and takes optimizer steps.
 
     `short` are the jobs whose rows have failed since they were last asked for, `pause` stops the step's
-    training between two slices.
+    training between two slices. `graphs` take windows whose kernels they hold.
     """
 
     def __init__(self, held: HeldState) -> None:
@@ -33,17 +41,28 @@ class TrainingPasses:
         self.short = Shortages(held.drop_activations)
         ranks = held.base.shards.ranks
         self.pause = TrainingPause(None if ranks.count == 1 else ranks.decides)
+        self.graphs: TrainingGraphs | None = None
+        self._under_way = SlicesUnderWay(held.base.device)
+        self._launched: set[str] = set()  # jobs whose windows have gone back without a graph
 
     def run(
-        self, segments: Sequence[TrainingSegment], layers: int, forward: Forward, alone: bool
+        self,
+        segments: Sequence[TrainingSegment],
+        layers: int,
+        forward: Forward,
+        alone: bool,
+        captures: bool = False,
     ) -> list[TrainingSegment]:
         """Runs segments in slices of so many layers: windows forward (which `forward` takes through layers),
         then through the tail, then back, those at one layer together or each `alone`. Returns them with the
-        layers passed before a pause."""
+        layers passed before a pause. Where it `captures`, no answers wait, and graphs may be made."""
+        if self.graphs is not None:
+            self.graphs.may_capture = captures
+            forward = partial(self._forward, forward)
         self.pause.went_on()
         if self.pause.is_due:
             return []
-        done = run_slices(self._ways(segments, forward, alone), layers, self.pause)
+        done = run_slices(self._ways(segments, forward, alone), layers, self.pause, self._under_way)
         for segment in done:
             is_last = segment.direction is Direction.BACKWARD and segment.start == segment.span.first == 0
             if is_last and segment.job not in self.short:
@@ -106,8 +125,33 @@ class TrainingPasses:
         short: Shortages,
         check: Callable[[], object],
     ) -> None:
-        """Takes windows back through layers (`train.backward.backward_layers`)."""
-        backward_layers(layers, windows, rows, short, check)
+        """Takes windows back through layers: those that graphs hold one by one, and others in groups
+        (`train.backward.backward_layers`)."""
+        if left := [one for one in windows if not self._goes_back_by_graph(*one, layers, short)]:
+            backward_layers(layers, left, rows, short, check)
+
+    def _goes_back_by_graph(self, job: str, window: BackwardWindow, layers: range, short: Shortages) -> bool:
+        """Takes a window back by graph; tells whether nothing is left of it to do."""
+        if self.graphs is None or job in short:
+            return False
+        is_replayed = True  # as nothing is left of a job that fails
+        with short.of(job):
+            is_replayed = self.graphs.backward(window, layers)
+        if not is_replayed:
+            self._launched.add(job)
+        return is_replayed
+
+    def take_launched(self) -> frozenset[str]:
+        """Returns, once, the jobs whose windows went back without a graph that a device with graphs has for
+        others."""
+        found, self._launched = frozenset(self._launched), set()
+        return found
+
+    def _forward(self, forward: Forward, windows: Sequence[ForwardWindow], layers: range) -> None:
+        """Takes windows forward: those that graphs hold one by one, and others together."""
+        assert self.graphs is not None
+        if left := [window for window in windows if not self.graphs.forward(window, layers)]:
+            forward(left, layers)
 
     def forward_slices(self, segments: Sequence[TrainingSegment], forward: Forward) -> ForwardSlices:
         """Windows that go forward together."""

@@ -39,6 +39,7 @@ from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.streams import Streams
 from coserve.worker.swap_space import SwapSpace
 from coserve.worker.timer import DeviceTimer
+from coserve.worker.training_graphs import TrainingGraphs
 from coserve.worker.training_passes import TrainingPasses
 
 _log = logging.getLogger(__name__)
@@ -90,9 +91,12 @@ class Worker:
         self._may_share = is_alone and not (base.makes_calls or self.trains_apart)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
         self._pauses = 0  # results with paused training
-        self._training = self.training_type(self.held)
-        self._pause, self._short = self._training.pause, self._training.short
-        self.fused = self.pass_type(self.held, attention, table, self._training, self._offloaded)
+        self.training = self.training_type(self.held)
+        self._pause, self._short = self.training.pause, self.training.short
+        self.fused = self.pass_type(self.held, attention, table, self.training, self._offloaded)
+        by_graph = not (self.is_deterministic or self.trains_apart)
+        if by_graph and (record := self.fused.recorder()) is not None:
+            self.training.graphs = TrainingGraphs(base, self.fused.forward, record)
         self._streams = Streams(base.device, self.fused.run, self._train)
         self._prove()
 
@@ -166,9 +170,9 @@ class Worker:
             if plan.idle:
                 time.sleep(min(plan.idle, _NAP))
             self.table.keep_states(plan.states, plan.inference)
-            outputs = self._training.outputs(trained)
+            outputs = self.training.outputs(trained)
             with span("optimizer steps", len(plan.updates)) if plan.updates else nullcontext():
-                updated, failed = self._training.update(plan.updates)
+                updated, failed = self.training.update(plan.updates)
             if not self._streams.is_training:  # else rows of failed jobs may still run beside answers
                 failed |= self._short.take()
             self._failed |= failed.keys()
@@ -194,6 +198,7 @@ class Worker:
             unfilled=self._unfilled,
             together_failed=isinstance(failure, TogetherFailed),
             launched=self.fused.is_launched,
+            launched_jobs=frozenset() if self._streams.is_training else self.training.take_launched(),
         )
 
     def _move(self, plan: BasePlan) -> None:
@@ -268,4 +273,5 @@ class Worker:
         """Runs the plan's other training in slices; returns what ran."""
         sliced = [segment for segment in plan.training if segment not in plan.fused]
         alone = bool(plan.alone) or self.is_deterministic
-        return self._training.run(sliced, plan.slice_layers, self.fused.forward, alone)
+        is_free = not plan.inference  # nobody waits for a graph to be captured
+        return self.training.run(sliced, plan.slice_layers, self.fused.forward, alone, captures=is_free)

@@ -48,8 +48,10 @@ def test_a_base_that_is_streamed(tmp_path: Path) -> None:
     printed = plan(*asked, "300KB")
     assert "the engine streams the base" in printed and "(assumed, as no file could be read)" in printed
     assert "no" not in printed.split("ia3, inputs")[1].splitlines()[0]
-    printed = plan(*asked, "300KB", "--device", "cuda")
+    printed = plan(*asked, "300KB", "--device", "cuda", "--host-memory", "10KB")
     assert "of it from the host's memory); at 23.3 GiB/s (assumed, as no device" in printed
+    assert "in the host's memory: 9.8 KiB of the base's blocks (9.8 KiB are for them)" in printed
+    assert "with engine.offload the optimizer's moments are there, too: ia3 " in printed
     found = json.loads(plan(*asked, "1KB", "--json"))
     streamed, rows = found["streamed"], [row for row in found["rows"] if row["system"] == "coserve"]
     assert streamed["room"] == 1000 < streamed["least"] and streamed["read"] is None
@@ -94,6 +96,7 @@ def test_a_configuration_in_a_file_or_in_place(tmp_path: Path) -> None:
         (["tiny", "--keep", "nothing"], "number of bytes"),
         (["tiny", "--memory", "much"], "memory"),
         (["tiny", "--memory", "0.5", "--device", "cuda"], "no such device; --memory in bytes plans one"),
+        (["tiny", "--host-memory", "1GiB"], "beside a GPU"),
         (["tiny", "--loss", "much"], "--loss"),
         (["t5", "--adapter", "lora", *SMALL], "decoder-only"),
         (["tiny", "--activations"], "one --adapter"),

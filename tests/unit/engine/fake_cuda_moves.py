@@ -192,7 +192,7 @@ def main() -> None:
         assert "too few for this model" in str(wanted[0]) and isinstance(wanted[1], int) and wanted[2] is None
         install()
         fake_cuda.GPU.begin()
-        mock.patch.object(FusedPass, "_recorder", lambda _: rerun).start()  # there is nothing to capture
+        mock.patch.object(FusedPass, "recorder", lambda _: rerun).start()  # there is nothing to capture
         assert rooms(model, DEVICE) == wanted, "a GPU's memory is shared out as a processor's"
     meet()
 

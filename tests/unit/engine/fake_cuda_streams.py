@@ -9,8 +9,9 @@ import torch
 
 from coserve.core.plan import BasePlan, InferenceSegment, TrainingSegment
 from coserve.core.sequence import Direction, Span
+from coserve.worker.slices import SlicesUnderWay
 from coserve.worker.streams import Answered, Streams
-from fake_cuda import DEVICE, HostThread, Stream, found, install
+from fake_cuda import DEVICE, GPU, HostThread, Stream, found, install
 
 
 def side() -> Stream:
@@ -139,6 +140,15 @@ def seconds_are_those_of_a_stream_s_own_operations() -> None:
     assert trained == (window,) and seconds[1] == 3e-3 and {*answering} == {2e-3}, (answering, seconds)
 
 
+def few_slices_are_under_way() -> None:
+    """The host is never more than two slices ahead of the device, nor does it wait for more."""
+    slices, kept = SlicesUnderWay(torch.device(DEVICE)), list[torch.Tensor]()
+    for given in range(1, 6):
+        kept.append(torch.ones(4, device=DEVICE))
+        slices.add()
+        assert GPU.host.get(GPU.current.number, 0) == max(given - 2, 0), "operations that the host knows of"
+
+
 def waits_for_the_whole_device() -> None:
     torch.cuda.synchronize()
 
@@ -146,6 +156,7 @@ def waits_for_the_whole_device() -> None:
 RIGHT: Final = (
     reads_after_a_wait, reads_after_the_host_has_waited, views_are_no_use, frees_what_is_recorded,
     uses_a_thread_s_result, seconds_are_those_of_a_stream_s_own_operations,
+    few_slices_are_under_way,
 )  # fmt: skip
 WRONG: Final = {
     reads_at_once: "aten::add.Tensor on stream 1 reads what stream 0 wrote, at ",

@@ -155,7 +155,7 @@ def test_steps_that_were_measured_have_their_graphs(monkeypatch: pytest.MonkeyPa
         captured.append(work)
         return rerun(work)
 
-    monkeypatch.setattr(FusedPass, "_recorder", lambda _: record)
+    monkeypatch.setattr(FusedPass, "recorder", lambda _: record)
     monkeypatch.setattr(PassGraphs, "prepare", lambda *_: None)
     config = EngineConfig(calibrate=False, cache_tokens=1 << 13, max_running=16)
     engine = Engine(tiny("llama", max_position_embeddings=512), config)

@@ -46,6 +46,7 @@ from coserve.executors.executor import (
     ReadState,
     SetLimits,
 )
+from coserve.executors.local import BackgroundExecutor, LocalExecutor
 from coserve.executors.remote import RemoteExecutor
 from coserve.executors.step_executor import StepExecutor
 from coserve.memory.ledger import Account
@@ -75,8 +76,14 @@ def open_deterministic(model: object, config: EngineConfig) -> Opened:
     return open_local(model, replace(config, deterministic=True))  # type: ignore[arg-type]
 
 
+def open_background(model: object, config: EngineConfig) -> Opened:
+    opened = open_local(model, config)  # type: ignore[arg-type]
+    assert isinstance(opened.executor, LocalExecutor)
+    return replace(opened, executor=BackgroundExecutor(opened.executor.worker))
+
+
 OPENS: dict[str, Callable[..., Opened]] = {
-    "local": open_local,
+    "background": open_background,
     "deterministic": open_deterministic,
     "remote": open_remote,
     "ranks": lambda model, config: open_remote(model, replace(config, tensor_parallel=2)),

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from coserve.adapters.loaded import LoadedAdapters
+from coserve.adapters.settings import settings_of
+from coserve.attention.batched import BatchedBackend
 from coserve.config import EngineConfig
 from coserve.engine.base_memory import BaseNeeds
 from coserve.errors import ConfigError
@@ -14,6 +17,7 @@ from coserve.memory.fake_tensors import fake_tensors
 from coserve.model.load import load_base
 from coserve.plan.engine_run import least_memories, refusals
 from coserve.plan.estimate import estimates
+from coserve.plan.host import plan_host
 from coserve.plan.recipes import METHODS
 from coserve.plan.rows import plan_rows
 from coserve.plan.stages import Program, ProgramSize, System
@@ -22,6 +26,8 @@ from coserve.plan.subject import read_subject
 from coserve.streamed.load import load_streamed
 from coserve.streamed.model_files import saved_bytes
 from coserve.streamed.shapes import ASSUMED_RATE
+from coserve.train.fresh import fresh_adapter
+from coserve.train.master_weights import MasterWeights
 from models import save, tiny
 
 # Widths are multiples of 64: oneDNN pads others, which matters to small weights only.
@@ -130,3 +136,18 @@ def test_rows_count_what_is_in_memory(folder: Path) -> None:
     assert row.least is None and not row.refused
     (refused,) = plan_rows(subject, [LORA], estimates(subject, [LORA]), 1 << 20, None, streamed=streamed)
     assert refused.refused and [refused.least] == least_memories(subject, [LORA], streamed.least)
+
+
+def test_the_host_has_blocks_pages_and_moments(folder: Path) -> None:
+    """Moments are as large as an optimizer's own, and pages have room for so many tokens."""
+    base = load_base(tiny("llama", torch.float32, **SIZES))
+    start = fresh_adapter(base, "lora", settings_of(LORA.parts), 0)
+    optimizer = MasterWeights(base, LoadedAdapters(), start).optimizer
+    moments = sum(tensor.nbytes for tensor in optimizer.snapshot()()[1].values())
+    config = EngineConfig(swap_space="1MB", cache_tokens=64, page_size=8)
+    plain = replace(LORA, system=System.TORCH)
+    found = plan_host(base, config, 5000, 300, [ANSWERS, LORA, plain]).as_dict()
+    assert found["moments"] == {"lora": moments} and found["room"] == 5000
+    assert found["total"] == 300 + 1_000_000 + moments
+    pages = BatchedBackend(base.caches, 1, 8, base.dtype, base.device).nbytes
+    assert found["tokens"] == 1_000_000 // (pages // 8)

@@ -25,7 +25,7 @@ def test_a_result_tells_of_rows_that_no_graph_had(
     """Decode rows of the bare base have graphs from the start, those of an adapter after some steps."""
     with torch.no_grad():
         with_lora(tiny("llama"), 1).save_pretrained(str(tmp_path))
-    monkeypatch.setattr(FusedPass, "_recorder", lambda _: record)
+    monkeypatch.setattr(FusedPass, "recorder", lambda _: record)
     engine = Engine(tiny("llama"), EngineConfig(calibrate=False, cache_tokens=128))
     engine.adapters.load("lora", tmp_path)
     worker, launched = engine.executor.worker, list[tuple[int, bool]]()
