@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.vera import VeRAConfig
+from coserve.adapters.settings import settings_of
 from coserve.errors import ConfigError, CoserveError, EngineLost, ModelError, UnsupportedModel
 from coserve.executors import remote
 from coserve.executors.executor import ReadMemory
@@ -33,13 +33,20 @@ from recurrent import SHAPES
 pytestmark = pytest.mark.local
 STAGES = 2
 CONFIG = EngineConfig(calibrate=False, cache_tokens=1024, pipeline_parallel=STAGES)
+(VBLORA,) = settings_of([{"type": "vblora", "num_vectors": 8, "vector_length": 16}])
 DATA = [Example(tuple(range(3, 43)), (*range(4, 43), -100))] * 64
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def ranks() -> int:
+    """Of each stage."""
+    return 1
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, ranks: int) -> Iterator[Engine]:
     fork_executors(monkeypatch)
-    yield (engine := Engine(tiny("llama"), CONFIG))
+    yield (engine := Engine(tiny("llama"), replace(CONFIG, tensor_parallel=ranks)))
     stages(engine).close()
 
 
@@ -65,10 +72,12 @@ def lost(engine: Engine) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("number", range(STAGES))
+@pytest.mark.parametrize(
+    ("ranks", "number"), [(1, 0), (1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stage_that_is_killed_or_hangs_is_named(
-    engine: Engine, number: int, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, ranks: int, number: int, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "_SILENCE", 1.0)
     seed = secrets.randbits(32)
@@ -79,7 +88,9 @@ def test_a_stage_that_is_killed_or_hangs_is_named(
     process = stages(engine).workers[number].process
     delay = random.Random(seed).uniform(0.0, 0.3)
     threading.Timer(delay, os.kill, (process.pid, how)).start()
-    name = f"the process of stage {number} of {STAGES}"
+    stage, rank = divmod(number, ranks)
+    name = f"stage {stage} of {STAGES}"
+    name = f"the process of {f'rank {rank} of {ranks} in ' if ranks > 1 else ''}{name}"
     ended = f"{name} has ended (SIGKILL)"
     assert lost(engine) == (
         ended if how == signal.SIGKILL else f"{name} hangs: the others have waited 1 s for it"
@@ -157,8 +168,8 @@ def test_models_that_cannot_be_cut_into_stages(
 
 @pytest.mark.parametrize(
     "setting",
-    [{"quantize": "8bit"}, {"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
-     {"deterministic": True}, {"tensor_parallel": 2}, {"pipeline_parallel": 65}],
+    [{"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
+     {"deterministic": True}, {"tensor_parallel": 33}, {"pipeline_parallel": 65}],
 )  # fmt: skip
 def test_settings_that_do_not_go_with_stages(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel"):
@@ -167,8 +178,7 @@ def test_settings_that_do_not_go_with_stages(setting: dict[str, Any]) -> None:
 
 def test_what_stages_do_not_train_is_refused_and_all_else_goes_on(engine: Engine) -> None:
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        (PrefixTuningConfig(tokens=2), {}, "virtual tokens: they are not offered with engine.pipeline"),
-        (LoRAConfig(dora=True), {}, "compute with the base's weights"),
+        (VBLORA, {}, "parameters that its layers share: they are not offered with engine.pipeline"),
         (LoRAConfig(), {"keep": SavePolicy.EVERYTHING}, "keep=.*: not offered with engine.pipeline_parallel"),
     ]
     for number, (method, settings, words) in enumerate(refused):

@@ -31,7 +31,7 @@ class TrainingPasses:
     def __init__(self, held: HeldState) -> None:
         self.sessions, self._held = held.sessions, held
         self.short = Shortages(held.drop_activations)
-        ranks = held.base.shards.ranks
+        ranks = held.base.shards.every
         self.pause = TrainingPause(None if ranks.count == 1 else ranks.decides)
 
     def run(
