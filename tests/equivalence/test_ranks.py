@@ -301,34 +301,32 @@ def test_jobs_go_on_with_other_ranks(
 
 LATENT: dict[str, Any] = {**ARCHITECTURES["deepseek_v3"], "first_k_dense_replace": 1}
 LATENT |= {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "n_shared_experts": 1}
-LORA, PREFIX = LoRAConfig(rank=3, dropout=0.1), PrefixTuningConfig(2)
-HYBRID_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LORA, DORA = LoRAConfig(rank=3, dropout=0.1), LoRAConfig(rank=3, dora=True)
+PREFIX, _LLAMA = PrefixTuningConfig(2), ARCHITECTURES["llama"]
+EXPERTS = {**SHAPES["granitemoehybrid"], "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("name", "changes", "parts"),
+    ("name", "changes", "grid", "parts"),
     [
-        pytest.param(
-            "olmo2", ARCHITECTURES["llama"], [LORA, PREFIX], id="queries and keys that all ranks have"
-        ),
-        pytest.param(
-            "glm4", ARCHITECTURES["glm"], [LoRAConfig(rank=3, dora=True), PREFIX], id="gates that all have"
-        ),
-        pytest.param("deepseek_v2", LATENT, [LORA], id="latent keys"),
-        pytest.param("deepseek_v3", LATENT, [LORA], id="attention that is not cut"),
-        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], [LORA], id="states that all ranks have"),
-        pytest.param(
-            "granitemoehybrid", SHAPES["granitemoehybrid"] | HYBRID_EXPERTS, [LORA], id="hybrid experts"
-        ),
+        pytest.param("olmo2", _LLAMA, (2, 1), [LORA, PREFIX], id="queries that all ranks have"),
+        pytest.param("glm4", ARCHITECTURES["glm"], (2, 1), [DORA, PREFIX], id="gates that all ranks have"),
+        pytest.param("deepseek_v2", LATENT, (2, 1), [LORA], id="latent keys"),
+        pytest.param("deepseek_v3", LATENT, (2, 1), [LORA], id="attention that is not cut"),
+        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (2, 1), [LORA], id="states"),
+        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (1, 3), [LORA], id="states in stages"),
+        pytest.param("granitemoehybrid", EXPERTS, (2, 1), [LORA], id="states beside experts"),
+        pytest.param("granitemoehybrid", EXPERTS, (2, 2), [LORA], id="states in stages on ranks"),
     ],
 )
 def test_other_cuts(
-    name: str, changes: dict[str, Any], parts: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the plans of some models have beside columns and rows."""
+    name: str, changes: dict[str, Any], grid: tuple[int, int], parts: list[object], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What the plans of some models have beside columns and rows; and layers with states, in stages too."""
     fork_executors(monkeypatch)
-    compare(save(tiny(name, **changes), tmp_path / name), (2, 1), *parts)
+    compare(save(tiny(name, **changes), tmp_path / name), grid, *parts)
 
 
 def test_blocks_of_four_bits_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,11 +68,14 @@ class Ranks:
 
     def columns(self, x: Tensor) -> Tensor:
         """All ranks' columns side by side: [..., width] of each to [..., all widths]."""
+        return self.along(x, -1)
+
+    def along(self, x: Tensor, dim: int) -> Tensor:
+        """All ranks' parts of a tensor end to end along a dimension."""
         return x
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' parts of a tensor end to end along a dimension, for threads beside steps too, one at a
-        time."""
+        """As `along`, slower, for threads beside steps too, one at a time."""
         return x
 
     def change(self, x: Tensor, change: Change, pieces: int = 1) -> Tensor:
@@ -175,8 +178,9 @@ ALONE: Final = Ranks()
 
 
 class RankGroup(Ranks):
-    """This process's rank of several. `beside` is a second group, for threads beside steps. Sums are added up
-    in the order of the ranks where they are `ordered`: else a number's last bits depend on its place."""
+    """This process's rank of several. `beside` is a second group, for threads beside steps: on CPUs, as
+    collectives of two threads would meet on a GPU in another order on each rank. Sums are added up in the
+    order of the ranks where they are `ordered`: else a number's last bits depend on its place."""
 
     def __init__(
         self,
@@ -221,7 +225,7 @@ class RankGroup(Ranks):
 
     def _part(self, numbers: Sequence[int]) -> "RankGroup":
         """A group of some of these ranks, which is of use to them alone."""
-        steps, beside = (dist.new_group(list(numbers)) for _ in range(2))
+        steps, beside = dist.new_group(list(numbers)), dist.new_group(list(numbers), backend="gloo")
         number = numbers.index(self.number) if self.number in numbers else -1
         return RankGroup(number, len(numbers), steps, beside, self._device, self._ordered)
 
@@ -236,18 +240,15 @@ class RankGroup(Ranks):
             dist.all_reduce(x, group=self._steps)
         return x
 
-    def columns(self, x: Tensor) -> Tensor:
-        return self._joined(x, -1, self._steps)
+    def along(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._parts(x.to(self._device), self._steps), dim).to(x.device)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        return self._joined(x, dim, self._beside)
-
-    def _joined(self, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        return torch.cat(self._parts(x, group), dim).to(x.device)
+        return torch.cat(self._parts(x.cpu(), self._beside), dim).to(x.device)
 
     def _parts(self, x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
         """All ranks' tensors."""
-        own = x.to(self._device).contiguous()
+        own = x.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.count)]
         with self.waiting():
             dist.all_gather(parts, own, group=group)
@@ -374,4 +375,4 @@ def join(rank: Rank, device: torch.device, patience: float = _PATIENCE, ordered:
     )
     steps = dist.group.WORLD
     assert steps is not None, "it was made above"
-    return RankGroup(rank.number, rank.count, steps, dist.new_group(), device, ordered)
+    return RankGroup(rank.number, rank.count, steps, dist.new_group(backend="gloo"), device, ordered)

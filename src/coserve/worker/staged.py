@@ -47,8 +47,13 @@ class StageSampler(Sampler):
             self._note_failed(one.keys, self.table.sampled(one.keys, one.rows, one.tokens.wait()))
 
     def note(self, passes: Sequence[Drawn]) -> dict[int, Sampled]:
-        """See `Sampler`. Before the last stage nothing is known yet."""
-        return super().note(passes) if self._is_last else {}
+        """See `Sampler`. Before the last stage no token is known yet."""
+        if self._is_last:
+            return super().note(passes)
+        for drawn in passes:
+            if drawn.states is not None:
+                drawn.states.commit()
+        return {}
 
     def _logits(self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]]) -> Tensor:
         return super()._logits(hidden, adapters) if self._is_last else hidden[0]

@@ -119,9 +119,10 @@ class ShardPlan:
             _check_divides(name, tensor, shapes[tensor], placement, ranks)
         rule, attribute = _WIDTHS.get(name, ("", ""))
         widths = tuple((path, attribute) for path, _ in planned_modules(model, {rule: ""}) if attribute)
-        ends = frozenset(gathered), frozenset(experts), embedding
-        own = frozenset(headwise), widths
-        return ShardPlan(ranks, linears, *ends, tensors, pieces, *own, frozenset(split), shared, cuts_heads)
+        return ShardPlan(
+            ranks, linears, frozenset(gathered), frozenset(experts), embedding, tensors, pieces,
+            frozenset(headwise), widths, frozenset(split), shared, cuts_heads,
+        )  # fmt: skip
 
 
 def planned_modules(

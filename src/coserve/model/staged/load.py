@@ -159,8 +159,6 @@ class _LoadedStage:
         """The base, driven, and why it cannot be one, which all stages are told."""
         try:
             drive(base)
-            if base.mixers:
-                raise UnsupportedModel("the states of its recurrent layers are not cut into stages")
             if base.hands_on or any(block.returns for block in base.chain):
                 raise UnsupportedModel("its layers hand on more than a hidden state, which no stage sends")
             prove(base)
