@@ -71,9 +71,8 @@ def lost(engine: Engine) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "number"), [(1, 0), (1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.sample(2, per="how")
+@pytest.mark.parametrize(("ranks", "number"), [(1, 0), (1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stage_that_is_killed_or_hangs_is_named(
     engine: Engine, ranks: int, number: int, how: signal.Signals, monkeypatch: pytest.MonkeyPatch

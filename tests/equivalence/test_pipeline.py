@@ -39,11 +39,11 @@ ONE = LoRAConfig(rank=2, targets=("layers.1.self_attn.v_proj",))
 VIRTUAL = [PrefixTuningConfig(3, projection=True, hidden=8), PromptTuningConfig(2, start="SAMPLE_VOCAB")]
 # Of a model with a tolerance: its stages and the ranks of each, and what trains.
 CASES = [
-    pytest.param("llama", (2, 1), torch.float64, {}, [DORA], id="llama in float64"),
+    pytest.param("llama", (2, 1), torch.float64, {}, [*VIRTUAL, DORA], id="llama in float64"),
     pytest.param("gpt2", (2, 1), torch.float32, {}, [LNTuningConfig()], id="gpt2, whose head is tied"),
     pytest.param("mixtral", (2, 2), torch.float32, {}, [IA3], id="mixtral on ranks"),
-    pytest.param("llama", (2, 1), torch.float32, {}, VIRTUAL, id="virtual tokens"),
-    pytest.param("llama", (2, 2), torch.float64, {}, [*VIRTUAL, DORA], id="ranks", marks=pytest.mark.slow),
+    pytest.param("llama", (2, 2), torch.float64, {}, [*VIRTUAL, DORA], id="llama on ranks",
+                 marks=pytest.mark.slow),
     pytest.param("gpt2", (2, 2), torch.float32, {}, [PTuningConfig(3), BitFitConfig("all")], id="gpt2, ranks",
                  marks=pytest.mark.slow),
     pytest.param("gemma2", (2, 1), torch.float32, {}, [BottleneckConfig()], id="gemma2",

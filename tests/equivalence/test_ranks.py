@@ -196,33 +196,6 @@ def test_the_deterministic_mode_needs_widths_whose_rows_are_aligned_alike(
         pass
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("name", "bits", "changes", "grid"),
-    [
-        ("llama", "4bit", BLOCKS, (2, 1)),
-        ("llama", "8bit", TIED, (2, 1)),
-        ("gemma2", "8bit", {}, (2, 1)),
-        ("qwen3", "8bit", {"attention_bias": True}, (2, 1)),
-        ("llama", "4bit", BLOCKS, (1, 3)),
-        ("llama", "8bit", TIED, (2, 2)),
-    ],
-)
-def test_quantized_ranks_have_the_numbers_of_one(
-    name: str, bits: str, changes: dict[str, Any], grid: tuple[int, int], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Answers of the base and of a trained adapter, and its training: each rank quantizes its own part. With
-    so many ranks in so many stages."""
-    fork_executors(monkeypatch)
-    compare(
-        save(tiny(name, torch.float32, **changes), tmp_path / "model"),
-        grid,
-        LoRAConfig(rank=4),
-        quantize=bits,
-    )
-
-
 def compare(folder: Path, grid: tuple[int, int], *parts: object, **settings: Any) -> None:
     """Answers of the base and of a trained adapter, and its training: of one rank, and of so many in so many
     stages."""
@@ -304,29 +277,39 @@ LATENT |= {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "n_shared_exp
 LORA, DORA = LoRAConfig(rank=3, dropout=0.1), LoRAConfig(rank=3, dora=True)
 PREFIX, _LLAMA = PrefixTuningConfig(2), ARCHITECTURES["llama"]
 EXPERTS = {**SHAPES["granitemoehybrid"], "num_local_experts": 4, "num_experts_per_tok": 2}
+EIGHT, FOUR_BITS = {"quantize": "8bit"}, {"quantize": "4bit"}
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("name", "changes", "grid", "parts"),
+    ("name", "changes", "grid", "parts", "settings"),
     [
-        pytest.param("olmo2", _LLAMA, (2, 1), [LORA, PREFIX], id="queries that all ranks have"),
-        pytest.param("glm4", ARCHITECTURES["glm"], (2, 1), [DORA, PREFIX], id="gates that all ranks have"),
-        pytest.param("deepseek_v2", LATENT, (2, 1), [LORA], id="latent keys"),
-        pytest.param("deepseek_v3", LATENT, (2, 1), [LORA], id="attention that is not cut"),
-        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (2, 1), [LORA], id="states"),
-        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (1, 3), [LORA], id="states in stages"),
-        pytest.param("granitemoehybrid", EXPERTS, (2, 1), [LORA], id="states beside experts"),
-        pytest.param("granitemoehybrid", EXPERTS, (2, 2), [LORA], id="states in stages on ranks"),
+        pytest.param("llama", BLOCKS, (2, 1), [LORA], FOUR_BITS, id="four bits"),
+        pytest.param("llama", TIED, (2, 1), [LORA], EIGHT, id="eight bits"),
+        pytest.param("gemma2", {}, (2, 1), [LORA], EIGHT, id="eight bits of gemma2"),
+        pytest.param("qwen3", {"attention_bias": True}, (2, 1), [LORA], EIGHT, id="eight bits and biases"),
+        pytest.param("llama", BLOCKS, (1, 3), [LORA], FOUR_BITS, id="four bits in stages"),
+        pytest.param("llama", TIED, (2, 2), [LORA], EIGHT, id="eight bits in stages on ranks"),
+        pytest.param("olmo2", _LLAMA, (2, 1), [LORA, PREFIX], {}, id="queries that all ranks have"),
+        pytest.param(
+            "glm4", ARCHITECTURES["glm"], (2, 1), [DORA, PREFIX], {}, id="gates that all ranks have"
+        ),
+        pytest.param("deepseek_v2", LATENT, (2, 1), [LORA], {}, id="latent keys"),
+        pytest.param("deepseek_v3", LATENT, (2, 1), [LORA], {}, id="attention that is not cut"),
+        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (2, 1), [LORA], {}, id="states"),
+        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (1, 3), [LORA], {}, id="states in stages"),
+        pytest.param("granitemoehybrid", EXPERTS, (2, 1), [LORA], {}, id="states beside experts"),
+        pytest.param("granitemoehybrid", EXPERTS, (2, 2), [LORA], {}, id="states in stages on ranks"),
     ],
 )
 def test_other_cuts(
-    name: str, changes: dict[str, Any], grid: tuple[int, int], parts: list[object], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, changes: dict[str, Any], grid: tuple[int, int], parts: list[object], settings: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """What the plans of some models have beside columns and rows; and layers with states, in stages too."""
+    """What the plans of some models have beside columns and rows; layers with states; and quantized weights,
+    of which each rank quantizes its own part. With so many ranks in so many stages."""
     fork_executors(monkeypatch)
-    compare(save(tiny(name, **changes), tmp_path / name), grid, *parts)
+    compare(save(tiny(name, **changes), tmp_path / name), grid, *parts, **settings)
 
 
 def test_blocks_of_four_bits_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
