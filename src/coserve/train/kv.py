@@ -94,7 +94,7 @@ class VirtualKV:
         self._grads: dict[int, KV] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._given)
+        return self._virtual.given_count > 0
 
     def of(self, layer: int) -> KV:
         """Keys and values of a layer, [1, groups, n, width], outside of any graph."""
