@@ -255,10 +255,10 @@ class RankGroup(Ranks):
         return parts
 
     def of(self, rank: int, x: Tensor) -> Tensor:
-        found = x.clone(memory_format=torch.contiguous_format)
+        found = x.to(self._device, copy=True, memory_format=torch.contiguous_format)
         with self.waiting():
             dist.broadcast(found, group=self._steps, group_src=rank)
-        return found
+        return found.to(x.device)
 
     def totals(self, numbers: Sequence[float]) -> list[float]:
         if not numbers:
