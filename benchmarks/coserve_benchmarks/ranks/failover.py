@@ -50,7 +50,8 @@ def measure_failover(
 ) -> list[RankFailure]:
     """Ends each rank of each stage of a server of the model in each of these ways, one after the other, and
     each time lets the standby group take over. `folder` is the server's. Figures of a bench are
-    `sum(len(one.lost))` and `max(one.longest_gap)`. Raises ServerError where the server does not come back."""
+    `sum(len(one.lost))` and `max(one.longest_gap)`. Raises ServerError where the server does not come
+    back."""
     settings: dict[str, Any] = {
         "engine_tensor_parallel": ranks,
         "engine_pipeline_parallel": stages,
