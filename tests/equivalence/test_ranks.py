@@ -239,14 +239,15 @@ def trained(engine: Engine, methods: Parts, steps: int, states: Mapping[str, Any
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then", "methods"),
     [
         ((2, 1), (1, 2), {own: FEW[own] for own in ("dora", "prefix", "norms")}),
-        pytest.param((1, 1), (2, 1), ALL, marks=pytest.mark.slow),
-        pytest.param((2, 1), (1, 1), ALL, marks=pytest.mark.slow),
-        pytest.param((2, 2), (1, 3), IN_STAGES, marks=pytest.mark.slow),
-        pytest.param((1, 3), (2, 1), IN_STAGES, marks=pytest.mark.slow),
+        ((1, 1), (2, 1), ALL),
+        ((2, 1), (1, 1), ALL),
+        ((2, 2), (1, 3), IN_STAGES),
+        ((1, 3), (2, 1), IN_STAGES),
     ],
 )
 def test_jobs_go_on_with_other_ranks(
@@ -266,10 +267,11 @@ def test_jobs_go_on_with_other_ranks(
         states = trained(engine, methods, 1, {})
     with engine_of(folder, then[0], pipeline_parallel=then[1]) as engine:
         found = trained(engine, methods, 0, states)
+    assert any(history for _, history in found.values()), "some have steps left; others end meanwhile"
     for job, (weights, history) in wanted.items():
         others, resumed = found[job]
-        assert 1 <= len(resumed) < len(history)
-        for one, other in zip(history[-len(resumed) :], resumed, strict=True):
+        assert len(resumed) < len(history)
+        for one, other in zip(history[len(history) - len(resumed) :], resumed, strict=True):
             assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-10, abs=0), job
         assert weights.keys() == others.keys()
         for path, weight in weights.items():

@@ -95,6 +95,7 @@ def test_an_adapter_is_trained_measured_and_written(tmp_path: Path, model: Path)
     assert shown[4] == pytest.approx(losses[4], abs=2e-3) and losses[4] != pytest.approx(losses[2], abs=1e-2)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_on_ranks(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a server and without executors: as a local engine trains it."""
     fork_executors(monkeypatch)
