@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from coserve.cli.options import check_writable
+from coserve.config import MOST_RANKS
 from coserve.errors import ConfigError
 
 app = typer.Typer(help="Measures this machine, beside other ways to do the same work.", no_args_is_help=True)
@@ -45,6 +46,9 @@ def engine(
         str,
         typer.Option(help="local; or remote: what steps cost in a process of their own."),
     ] = "local",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="What steps cost over so many ranks, instead.")
+    ] = 1,
     compiled: Annotated[
         bool,
         typer.Option("--compiled", help="Try peers with torch.compile, too (minutes; needs a C++ compiler)."),
@@ -62,8 +66,9 @@ def engine(
     from coserve_benchmarks.engine import run_engine
     from coserve_benchmarks.report import print_report
 
+    groups, pythons = only or None, peer_python or ()
     print_report(
-        run_engine(shape, quick, only or None, json_file, plans, executor, compiled, peer_python or ())
+        run_engine(shape, quick, groups, json_file, plans, executor, compiled, pythons, tensor_parallel)
     )
 
 

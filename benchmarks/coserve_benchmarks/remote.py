@@ -1,4 +1,5 @@
-"""Rows `remote.…`: a step whose executor is in a process of its own, over one in the engine's process."""
+"""Rows `remote.…`: a step whose executor is in a process of its own, over one in the engine's process; rows
+`ranks.…`: one over several ranks, over that."""
 
 import time
 from collections.abc import Callable
@@ -16,18 +17,22 @@ _KINDS: Final[dict[str, dict[str, Any]]] = {
     "remote": {"executor": "remote"},
     "one_at_a_time": {"executor": "remote", "async_scheduling": False},
 }
-_SEQUENCES: Final = {"remote.decode_one": 1, "remote.decode_many": 16}
+_SEQUENCES: Final = {"decode_one": 1, "decode_many": 16}
 STEPS: Final = 24  # decode steps of a round
 _TRAINING_STEPS: Final = 2  # optimizer steps of a round
 
 
-def run(bench: Bench) -> None:
-    """Decode steps of one and of many sequences, and training, in turn: both engines are there all the time,
-    and one is idle."""
-    engines = {kind: make_engine(bench, calibrate=False, **how) for kind, how in _KINDS.items()}
+def run(bench: Bench, ranks: int = 1) -> None:
+    """Decode steps of one and of many sequences, and training, in turn: all engines are there all the time,
+    and all but one are idle."""
+    kinds = _KINDS if ranks == 1 else {"local": {}, "ranks": {"tensor_parallel": ranks}}
+    keep = SavePolicy.EVERYTHING if ranks == 1 else SavePolicy.INPUTS  # what ranks keep
+    engines = {kind: make_engine(bench, calibrate=False, **how) for kind, how in kinds.items()}
+    table = "remote" if ranks == 1 else "ranks"
     for key, count in _SEQUENCES.items():
-        _row(bench, key, {kind: decode_step(bench, engine, count) for kind, engine in engines.items()})
-    _row(bench, "remote.training", {kind: _train(bench, engine) for kind, engine in engines.items()})
+        steps = {kind: decode_step(bench, engine, count) for kind, engine in engines.items()}
+        _row(bench, f"{table}.{key}", steps)
+    _row(bench, f"{table}.training", {kind: _train(bench, engine, keep) for kind, engine in engines.items()})
 
 
 def _row(bench: Bench, key: str, contestants: dict[str, Callable[[], float]]) -> None:
@@ -36,9 +41,14 @@ def _row(bench: Bench, key: str, contestants: dict[str, Callable[[], float]]) ->
         spread = (taken.low * 1e3, taken.high * 1e3)
         bench.results.figure(f"{key}.{kind}", taken.median * 1e3, "ms a step", spread)
     note = "seconds of a step whose executor is in a process of its own, over those in the engine's"
-    for suffix, kind, more in (("", "remote", ""), ("_one_at_a_time", "one_at_a_time", "; no plan ahead")):
-        ratio = speedup(times["local"], times[kind])
-        bench.results.ratio(key + suffix, ratio, note + more)
+    rows = {
+        "remote": ("", note),
+        "one_at_a_time": ("_one_at_a_time", f"{note}; no plan ahead"),
+        "ranks": ("", "seconds of a step over ranks, over those of one in the engine's process"),
+    }
+    for kind in [kind for kind in times if kind in rows]:
+        suffix, said = rows[kind]
+        bench.results.ratio(key + suffix, speedup(times["local"], times[kind]), said)
 
 
 def decode_step(
@@ -62,11 +72,11 @@ def decode_step(
     return run
 
 
-def _train(bench: Bench, engine: Engine) -> Callable[[], float]:
+def _train(bench: Bench, engine: Engine, keep: SavePolicy) -> Callable[[], float]:
     """Seconds of an optimizer step with all that leads to it."""
 
     def run() -> float:
-        job = start_training(engine, bench, "bench", SavePolicy.EVERYTHING)
+        job = start_training(engine, bench, "bench", keep)
         while not job.history:
             engine.step()
         started, before = time.perf_counter(), len(job.history)

@@ -66,6 +66,11 @@ REMOTE_BARS: Mapping[str, Bar | None] = {
     "remote.training_one_at_a_time": None,
 }
 
+# Of an executor over ranks, which share the cores of a CPU.
+RANKS_BARS: Mapping[str, Bar | None] = dict.fromkeys(
+    ("ranks.decode_one", "ranks.decode_many", "ranks.training"), None
+)
+
 # Of the server; None where a figure is only reported. A restart may also take as long as the model's loading.
 SERVER_BARS: Mapping[str, Bar | None] = {
     "overhead.ratio": Bar(0.9),

@@ -118,7 +118,7 @@ class EngineConfig:
     pipeline_parallel: Annotated[
         int,
         Range(1, MOST_RANKS),
-        Flag("Stages of a pipeline, each with some of the base's layers: GPUs, or processes.", "N"),
+        Flag("Stages of a pipeline, each with some of the base's layers on --tensor-parallel ranks.", "N"),
     ] = 1
     # Each holds some of the base's layers, in a process of its own on any host.
     cluster: Annotated[
@@ -232,8 +232,7 @@ class EngineConfig:
         staged = self.pipeline_parallel > 1
         setting = "pipeline_parallel" if staged else "tensor_parallel"
         refused = {
-            "tensor_parallel": (staged and self.tensor_parallel > 1, "a stage is not cut"),
-            "quantize": (staged and self.quantize != "none", "a stage has its layers as they are"),
+            "tensor_parallel": (self.ranks > MOST_RANKS, f"a model has at most {MOST_RANKS} ranks in all"),
             "deterministic": (staged and self.deterministic, "stages run several plans at once"),
             "base": (bool(self.base), "its linears are computed elsewhere already"),
             "base_memory": (self.base_memory != "auto", "a base that is cut is not streamed"),

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
-from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.vera import VeRAConfig
+from coserve.adapters.settings import settings_of
 from coserve.errors import ConfigError, CoserveError, EngineLost, ModelError, UnsupportedModel
 from coserve.executors import remote
 from coserve.executors.executor import ReadMemory
@@ -28,18 +28,24 @@ from coserve.train.example import Example
 from coserve.train.save_policy import SavePolicy
 from forked_executors import fork_executors
 from models import save, tiny
-from recurrent import SHAPES
 
 pytestmark = pytest.mark.local
 STAGES = 2
 CONFIG = EngineConfig(calibrate=False, cache_tokens=1024, pipeline_parallel=STAGES)
+(VBLORA,) = settings_of([{"type": "vblora", "num_vectors": 8, "vector_length": 16}])
 DATA = [Example(tuple(range(3, 43)), (*range(4, 43), -100))] * 64
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def ranks() -> int:
+    """Of each stage."""
+    return 1
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, ranks: int) -> Iterator[Engine]:
     fork_executors(monkeypatch)
-    yield (engine := Engine(tiny("llama"), CONFIG))
+    yield (engine := Engine(tiny("llama"), replace(CONFIG, tensor_parallel=ranks)))
     stages(engine).close()
 
 
@@ -65,10 +71,11 @@ def lost(engine: Engine) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("number", range(STAGES))
+@pytest.mark.sample(2, per="how")
+@pytest.mark.parametrize(("ranks", "number"), [(1, 0), (1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stage_that_is_killed_or_hangs_is_named(
-    engine: Engine, number: int, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, ranks: int, number: int, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "_SILENCE", 1.0)
     seed = secrets.randbits(32)
@@ -79,7 +86,9 @@ def test_a_stage_that_is_killed_or_hangs_is_named(
     process = stages(engine).workers[number].process
     delay = random.Random(seed).uniform(0.0, 0.3)
     threading.Timer(delay, os.kill, (process.pid, how)).start()
-    name = f"the process of stage {number} of {STAGES}"
+    stage, rank = divmod(number, ranks)
+    name = f"stage {stage} of {STAGES}"
+    name = f"the process of {f'rank {rank} of {ranks} in ' if ranks > 1 else ''}{name}"
     ended = f"{name} has ended (SIGKILL)"
     assert lost(engine) == (
         ended if how == signal.SIGKILL else f"{name} hangs: the others have waited 1 s for it"
@@ -139,26 +148,17 @@ def test_a_stage_that_cannot_read_a_weight_says_which(
         RemoteExecutor(str(folder), CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "words"),
-    [
-        ("qwen3_5_text", 2, "the states of its recurrent layers are not cut into stages"),
-        ("llama", 4, "its 3 layers cannot be cut into 4 stages"),
-    ],
-)
-def test_models_that_cannot_be_cut_into_stages(
-    name: str, count: int, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_of_fewer_layers_than_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fork_executors(monkeypatch)
-    tiny(name, **SHAPES.get(name, {})).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=words):
-        RemoteExecutor(str(tmp_path), replace(CONFIG, pipeline_parallel=count))
+    tiny("llama").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="its 3 layers cannot be cut into 4 stages"):
+        RemoteExecutor(str(tmp_path), replace(CONFIG, pipeline_parallel=4))
 
 
 @pytest.mark.parametrize(
     "setting",
-    [{"quantize": "8bit"}, {"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
-     {"deterministic": True}, {"tensor_parallel": 2}, {"pipeline_parallel": 65}],
+    [{"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
+     {"deterministic": True}, {"tensor_parallel": 33}, {"pipeline_parallel": 65}],
 )  # fmt: skip
 def test_settings_that_do_not_go_with_stages(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel"):
@@ -167,8 +167,7 @@ def test_settings_that_do_not_go_with_stages(setting: dict[str, Any]) -> None:
 
 def test_what_stages_do_not_train_is_refused_and_all_else_goes_on(engine: Engine) -> None:
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        (PrefixTuningConfig(tokens=2), {}, "virtual tokens: they are not offered with engine.pipeline"),
-        (LoRAConfig(dora=True), {}, "compute with the base's weights"),
+        (VBLORA, {}, "parameters that its layers share: they are not offered with engine.pipeline"),
         (LoRAConfig(), {"keep": SavePolicy.EVERYTHING}, "keep=.*: not offered with engine.pipeline_parallel"),
     ]
     for number, (method, settings, words) in enumerate(refused):

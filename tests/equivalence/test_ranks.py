@@ -24,7 +24,8 @@ from coserve.engine.completion import Completion
 from coserve.errors import ConfigError, UnsupportedModel
 from coserve.executors.remote import RemoteExecutor
 from forked_executors import fork_executors
-from models import logits_of, prompts, save, tiny, with_lora
+from models import ARCHITECTURES, logits_of, prompts, save, tiny, with_lora
+from recurrent import SHAPES
 
 pytestmark = pytest.mark.local
 CUTS = {"max_training_rows": 24, "min_training_rows": 3, "max_prefill_rows": 16, "min_prefill_rows": 4}
@@ -61,6 +62,7 @@ ALL: Mapping[str, Sequence[object]] = {
     "tokens": [LoRAConfig(rank=1, tokens=(3, 60))],
     **{method: settings_of([{"type": method, **own}]) for method, own in FURTHER.items()},
 }
+IN_STAGES = {own: parts for own, parts in ALL.items() if own not in ("vblora", "tokens")}
 AT_ENDS: Mapping[str, Sequence[object]] = {
     "lora": [LoRAConfig(rank=4, targets=ENDS, bias="all")],
     "norms": [LNTuningConfig()],
@@ -194,37 +196,126 @@ def test_the_deterministic_mode_needs_widths_whose_rows_are_aligned_alike(
         pass
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("name", "bits", "changes"),
-    [
-        ("llama", "4bit", BLOCKS),
-        ("llama", "8bit", TIED),
-        ("gemma2", "8bit", {}),
-        ("qwen3", "8bit", {"attention_bias": True}),
-    ],
-)
-def test_quantized_ranks_have_the_numbers_of_one(
-    name: str, bits: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers of the base and of a trained adapter, and its training: each rank quantizes its own part."""
-    fork_executors(monkeypatch)
-    folder = save(tiny(name, torch.float32, **changes), tmp_path / "model")
-    questions, found = prompts(random.Random(name), [9, 3, 21]), []
-    for count in (1, 2):
-        with engine_of(folder, count, quantize=bits) as engine:
-            job = engine.finetune(make_examples(name, 9), "mine", LoRAConfig(rank=4), TRAINING)
+def compare(folder: Path, grid: tuple[int, int], *parts: object, **settings: Any) -> None:
+    """Answers of the base and of a trained adapter, and its training: of one rank, and of so many in so many
+    stages."""
+    questions, found = prompts(random.Random(folder.name), [9, 3, 21]), []
+    for ranks, stages in ((1, 1), grid):
+        with engine_of(folder, ranks, pipeline_parallel=stages, **settings) as engine:
+            job = engine.finetune(make_examples("ranks", 9), "mine", parts, TRAINING)
             answers = ask(engine, questions)
             engine.run()
             answers += ask(engine, questions, "mine")
             engine.run()
-            numbers = [[x.chosen for x in answer.logprobs] for answer in answers]
+            numbers = [[x.chosen for x in (*answer.prompt_logprobs, *answer.logprobs)] for answer in answers]
             losses = [(step.loss, step.grad_norm) for step in job.history]
             found.append((engine.base.fingerprint, [answer.tokens for answer in answers], numbers, losses))
     (*same, numbers, losses), (*others, close, trained) = found
     assert same == others
     for before, after in zip([*numbers, *losses], [*close, *trained], strict=True):
         assert list(after) == pytest.approx(list(before), rel=1e-5, abs=1e-5)
+
+
+Parts = Mapping[str, Sequence[object]]
+
+
+def trained(engine: Engine, methods: Parts, steps: int, states: Mapping[str, Any]) -> dict[str, Any]:
+    """Jobs that train together, from `states` or from the beginning: their states behind so many steps, or at
+    the end their weights."""
+    data = make_examples("resumed", 9)
+    jobs = {
+        own: engine.finetune(data, own, parts, TRAINING, resume=states.get(own))
+        for own, parts in methods.items()
+    }
+    if not steps:
+        engine.run()
+        return {own: (engine.adapters.weights(own).parameters(), job.history) for own, job in jobs.items()}
+    found: dict[str, Any] = {}
+    while len(found) < len(jobs):
+        engine.step()
+        found |= {
+            own: job.pause() for own, job in jobs.items() if len(job.history) >= steps and own not in found
+        }
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then", "methods"),
+    [
+        ((2, 1), (1, 2), {own: FEW[own] for own in ("dora", "prefix", "norms")}),
+        ((1, 1), (2, 1), ALL),
+        ((2, 1), (1, 1), ALL),
+        ((2, 2), (1, 3), IN_STAGES),
+        ((1, 3), (2, 1), IN_STAGES),
+    ],
+)
+def test_jobs_go_on_with_other_ranks(
+    first: tuple[int, int],
+    then: tuple[int, int],
+    methods: Parts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights and optimizer state of every method are those of one rank, wherever they are resumed: with so
+    many ranks in so many stages."""
+    fork_executors(monkeypatch)
+    folder = save(tiny("llama", torch.float64), tmp_path / "model")
+    with engine_of(folder, 1) as engine:
+        wanted = trained(engine, methods, 0, {})
+    with engine_of(folder, first[0], pipeline_parallel=first[1]) as engine:
+        states = trained(engine, methods, 1, {})
+    with engine_of(folder, then[0], pipeline_parallel=then[1]) as engine:
+        found = trained(engine, methods, 0, states)
+    assert any(history for _, history in found.values()), "some have steps left; others end meanwhile"
+    for job, (weights, history) in wanted.items():
+        others, resumed = found[job]
+        assert len(resumed) < len(history)
+        for one, other in zip(history[len(history) - len(resumed) :], resumed, strict=True):
+            assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-10, abs=0), job
+        assert weights.keys() == others.keys()
+        for path, weight in weights.items():
+            torch.testing.assert_close(others[path], weight, rtol=0, atol=1e-10, msg=f"{job}: {path}")
+
+
+LATENT: dict[str, Any] = {**ARCHITECTURES["deepseek_v3"], "first_k_dense_replace": 1}
+LATENT |= {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "n_shared_experts": 1}
+LORA, DORA = LoRAConfig(rank=3, dropout=0.1), LoRAConfig(rank=3, dora=True)
+PREFIX, _LLAMA = PrefixTuningConfig(2), ARCHITECTURES["llama"]
+EXPERTS = {**SHAPES["granitemoehybrid"], "num_local_experts": 4, "num_experts_per_tok": 2}
+EIGHT, FOUR_BITS = {"quantize": "8bit"}, {"quantize": "4bit"}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("name", "changes", "grid", "parts", "settings"),
+    [
+        pytest.param("llama", BLOCKS, (2, 1), [LORA], FOUR_BITS, id="four bits"),
+        pytest.param("llama", TIED, (2, 1), [LORA], EIGHT, id="eight bits"),
+        pytest.param("gemma2", {}, (2, 1), [LORA], EIGHT, id="eight bits of gemma2"),
+        pytest.param("qwen3", {"attention_bias": True}, (2, 1), [LORA], EIGHT, id="eight bits and biases"),
+        pytest.param("llama", BLOCKS, (1, 3), [LORA], FOUR_BITS, id="four bits in stages"),
+        pytest.param("llama", TIED, (2, 2), [LORA], EIGHT, id="eight bits in stages on ranks"),
+        pytest.param("olmo2", _LLAMA, (2, 1), [LORA, PREFIX], {}, id="queries that all ranks have"),
+        pytest.param(
+            "glm4", ARCHITECTURES["glm"], (2, 1), [DORA, PREFIX], {}, id="gates that all ranks have"
+        ),
+        pytest.param("deepseek_v2", LATENT, (2, 1), [LORA], {}, id="latent keys"),
+        pytest.param("deepseek_v3", LATENT, (2, 1), [LORA], {}, id="attention that is not cut"),
+        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (2, 1), [LORA], {}, id="states"),
+        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (1, 3), [LORA], {}, id="states in stages"),
+        pytest.param("granitemoehybrid", EXPERTS, (2, 1), [LORA], {}, id="states beside experts"),
+        pytest.param("granitemoehybrid", EXPERTS, (2, 2), [LORA], {}, id="states in stages on ranks"),
+    ],
+)
+def test_other_cuts(
+    name: str, changes: dict[str, Any], grid: tuple[int, int], parts: list[object], settings: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Models whose plans have more than columns and rows, or whose layers have states; and quantized weights,
+    of which each rank quantizes its own part. With so many ranks in so many stages."""
+    fork_executors(monkeypatch)
+    compare(save(tiny(name, **changes), tmp_path / name), grid, *parts, **settings)
 
 
 def test_blocks_of_four_bits_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

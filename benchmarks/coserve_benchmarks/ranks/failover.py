@@ -41,13 +41,20 @@ class RankFailure:
 
 
 def measure_failover(
-    model: Path, folder: Path, vocabulary: int, ranks: int = 2, how: Sequence[str] = tuple(HOW)
+    model: Path,
+    folder: Path,
+    vocabulary: int,
+    ranks: int = 2,
+    how: Sequence[str] = tuple(HOW),
+    stages: int = 1,
 ) -> list[RankFailure]:
-    """Ends each rank of a server of the model in each of these ways, one after the other, and each time lets
-    the standby group take over. `folder` is the server's. Figures of a bench are `sum(len(one.lost))` and
-    `max(one.longest_gap)`. Raises ServerError where the server does not come back."""
+    """Ends each rank of each stage of a server of the model in each of these ways, one after the other, and
+    each time lets the standby group take over. `folder` is the server's. Figures of a bench are
+    `sum(len(one.lost))` and `max(one.longest_gap)`. Raises ServerError where the server does not come
+    back."""
     settings: dict[str, Any] = {
         "engine_tensor_parallel": ranks,
+        "engine_pipeline_parallel": stages,
         "engine_dtype": "float32",
         "engine_calibrate": False,
         "engine_cache_tokens": 4096,
@@ -55,7 +62,7 @@ def measure_failover(
     }
     with Served(model, folder, **settings) as served, closing(_Load(served, vocabulary)) as load:
         load.run_undisturbed()
-        return [load.fail(one, rank) for one in how for rank in range(ranks)]
+        return [load.fail(one, rank) for one in how for rank in range(ranks * stages)]
 
 
 class _Load:

@@ -33,17 +33,16 @@ _TABLES: Final = (EMBEDDINGS, "embedding.weight")  # have a row for each input, 
 @dataclass(frozen=True, slots=True)
 class MatrixShare:
     """A rank's share of a trained tensor: the part along `dim`, of each of as many `pieces`, or all of it
-    (None), whose gradient `is_sum` of what ranks find, or of which others have nothing (`is_alone`)."""
+    (None), whose gradient `is_sum` of what ranks find."""
 
     dim: int | None = None
     is_sum: bool = False
     pieces: int = 1
-    is_alone: bool = False
 
     @property
     def is_everywhere(self) -> bool:
         """Tells whether every rank has all of it."""
-        return self.dim is None and not self.is_alone
+        return self.dim is None
 
 
 WHOLE: Final = MatrixShare()

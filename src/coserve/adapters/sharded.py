@@ -6,6 +6,7 @@ come in, and put together where they go out.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import hypot, sqrt
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from coserve.adapters.methods.bitfit import BitFitBypass
 from coserve.adapters.methods.prefix_tuning import PlainPrefix, ProjectedPrefix
 from coserve.adapters.on_ranks import FirstAdds, MappedOnRank, OnRank
 from coserve.errors import AdapterError
-from coserve.parallel.ranks import Ranks, join_parts, part_of
+from coserve.parallel.ranks import ALONE, Ranks, join_parts, part_of
 from coserve.parallel.search import Cut
 from coserve.parallel.states import NO_CHANGE
 
@@ -31,7 +32,8 @@ _Prefix = (PlainPrefix, ProjectedPrefix)
 class AdapterShards:
     """Cuts adapters for one of `ranks`, and puts them together. `cuts` are those of the linears, by path;
     `pieces` of outputs are cut each for itself where there are several; norms at `headwise` have a rank's own
-    heads. `setting` is the engine's that has it so."""
+    heads, and attention has these where ranks have some `by_heads`. `setting` is the engine's that has it
+    so."""
 
     setting: ClassVar[str] = "tensor_parallel"
 
@@ -39,6 +41,17 @@ class AdapterShards:
     ranks: Ranks
     pieces: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     headwise: frozenset[str] = frozenset()
+    by_heads: bool = True
+
+    @property
+    def every(self) -> Ranks:
+        """All ranks of the base."""
+        return self.ranks
+
+    @property
+    def stages(self) -> Ranks:
+        """Those that have this rank's part of the layers of other stages of a pipeline."""
+        return ALONE
 
     def expect(self, methods: Sequence[str]) -> None:
         """Raises AdapterError for methods of which ranks cannot make a fresh adapter."""
@@ -84,6 +97,16 @@ class AdapterShards:
         """The losses of micro-batches, given those that this rank has found."""
         return found
 
+    def in_stages(self, adapter: AdapterVersion) -> frozenset[str]:
+        """Names of trained tensors that all stages of a pipeline have, whose gradients they add up."""
+        return frozenset()
+
+    def norm(self, of_parts: float, of_whole: float) -> float:
+        """The Euclidean norm of all ranks' gradients, given those of what this rank has a part of, and of
+        what all have. All ranks call this together."""
+        (square,) = self.ranks.totals([of_parts**2])
+        return hypot(sqrt(square), of_whole)
+
     def shares(self, adapter: AdapterVersion) -> Mapping[str, MatrixShare]:
         """The share of each trained tensor, by its name in `AdapterVersion.parameters`. Raises
         AdapterError."""
@@ -108,6 +131,8 @@ class AdapterShards:
     def _share(self, adapter: str, place: Place, link: Bypass, name: str) -> MatrixShare:
         if place.path in self.headwise:
             return SUM
+        if isinstance(link, _Prefix) and not self.by_heads:
+            return WHOLE
         if place.path not in self.cuts and not isinstance(link, _Prefix):
             return WHOLE
         share = self._layout(adapter, place, link).share(name)
@@ -126,7 +151,8 @@ class AdapterShards:
         """The bypass of the rank's part of a linear, still with whole tensors."""
         ranks, cut = self.ranks, self.cuts.get(place.path)
         if isinstance(bypass, _Prefix):
-            return replace(bypass, layout=bypass.layout.of_groups(bypass.layout.groups // ranks.count))
+            groups = bypass.layout.groups // (ranks.count if self.by_heads else 1)
+            return replace(bypass, layout=bypass.layout.of_groups(groups))
         if isinstance(bypass, DoRABypass) and isinstance(bypass.lora, EmbeddingLoRA):
             raise AdapterError(
                 f"adapter {adapter!r} has DoRA beside {place.path}, whose norms are of all tokens, "
@@ -150,7 +176,8 @@ class AdapterShards:
 
     def _whole(self, place: Place, bypass: Bypass) -> Bypass:
         if isinstance(bypass, _Prefix):
-            return replace(bypass, layout=bypass.layout.of_groups(bypass.layout.groups * self.ranks.count))
+            groups = bypass.layout.groups * (self.ranks.count if self.by_heads else 1)
+            return replace(bypass, layout=bypass.layout.of_groups(groups))
         return bypass.bypass if isinstance(bypass, OnRank) else bypass
 
     def _of_moments(

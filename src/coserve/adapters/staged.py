@@ -2,20 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from math import sqrt
 
 from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
-from coserve.adapters.layouts import MatrixShare
-from coserve.adapters.sharded import AdapterShards
+from coserve.adapters.bypass import Bypass, Place
+from coserve.adapters.dora import DoRABypass
+from coserve.adapters.sharded import AdapterShards, each_bypass
 from coserve.adapters.sites import EMBEDDED, Site
+from coserve.adapters.virtual import VirtualTokens
 from coserve.errors import AdapterError
-from coserve.parallel.ranks import Ranks
-
-VIRTUAL_METHODS: Final = ("prefix_tuning", "prompt_tuning", "p_tuning")
-_NOT_OFFERED: Final = "they are not offered with engine.pipeline_parallel"
-_OWN: Final = MatrixShare(is_alone=True)
+from coserve.parallel.ranks import RankGrid, Ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,68 +29,95 @@ class StagePart(AdapterVersion):
 
 
 class StageShards(AdapterShards):
-    """Cuts adapters for a stage that has the layers `span` of `depth`, and puts them together. The first
-    stage has what is before the layers too, the last one what comes after them."""
+    """Cuts adapters for a rank of a stage that has the layers `span` of `depth`, and puts them together; all
+    that the stage has is cut by its `inside`. The first stage has what is before the layers too, the last one
+    what comes after them."""
 
     setting = "pipeline_parallel"
 
-    def __init__(self, ranks: Ranks, sites: Mapping[str, Site], span: range, depth: int) -> None:
-        super().__init__({}, ranks)
-        self._sites, self._span, self._depth = sites, span, depth
+    def __init__(
+        self, grid: RankGrid, inside: AdapterShards, sites: Mapping[str, Site], span: range, depth: int
+    ) -> None:
+        super().__init__(inside.cuts, grid.inside, inside.pieces, inside.headwise, inside.by_heads)
+        self._grid, self._sites, self._span, self._depth = grid, sites, span, depth
 
-    def expect(self, methods: Sequence[str]) -> None:
+    @property
+    def every(self) -> Ranks:
         """See `AdapterShards`."""
-        if virtual := next((name for name in methods if name in VIRTUAL_METHODS), ""):
-            raise AdapterError(f"{virtual} has virtual tokens: {_NOT_OFFERED}")
+        return self._grid.every
+
+    @property
+    def stages(self) -> Ranks:
+        """See `AdapterShards`."""
+        return self._grid.stages
 
     def has(self, path: str) -> bool:
         """Tells whether the module at `path`, a site for adapters, is in this stage."""
         stage = self._sites[path].stage
         return (
-            min(max(stage, 0), self._depth - 1) in self._span if stage != EMBEDDED else not self.ranks.number
+            min(max(stage, 0), self._depth - 1) in self._span if stage != EMBEDDED else not self.stages.number
         )
 
     def cut(self, adapter: AdapterVersion) -> AdapterVersion:
         """See `AdapterShards`."""
-        if adapter.virtual.count or any(bypass.shared for _, bypass in adapter.placed()):
-            what = "virtual tokens" if adapter.virtual.count else "parameters that its layers share"
-            raise AdapterError(f"adapter {adapter.name!r} has {what}: {_NOT_OFFERED}")
-        return self.part(adapter)
+        if any(bypass.shared for _, bypass in adapter.placed()):
+            raise AdapterError(
+                f"adapter {adapter.name!r} has parameters that its layers share: they are not offered with "
+                "engine.pipeline_parallel"
+            )
+        return super().cut(self.part(adapter))
 
     def part(self, adapter: AdapterVersion) -> AdapterVersion:
-        """The bypasses of an adapter that are in this stage."""
+        """The bypasses of an adapter that are in this stage, and virtual tokens, which all stages have."""
         outline = adapter.with_parameters({n: t.to("meta") for n, t in adapter.parameters().items()})
-        parts = tuple(
+
+        def is_here(place: Place, bypass: Bypass) -> bool:
+            return isinstance(bypass, VirtualTokens) or self.has(place.path)
+
+        here = tuple(
             replace(
-                part, bypasses={place: own for place, own in part.bypasses.items() if self.has(place.path)}
+                part, bypasses={place: own for place, own in part.bypasses.items() if is_here(place, own)}
             )
             for part in adapter.parts
         )
+        parts = each_bypass(replace(adapter, parts=here), lambda _, own: _within(own)).parts
         return StagePart(adapter.name, adapter.version, parts, outline)
 
     def whole(self, adapter: AdapterVersion) -> AdapterVersion:
         """See `AdapterShards`."""
-        found = self._of_all(adapter.parameters())
+        found = self._of_all(super().whole(adapter).parameters())
         return replace(adapter.whole.with_parameters(found), name=adapter.name, version=adapter.version)
 
     def cut_moments(self, adapter: AdapterVersion, moments: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `AdapterShards`."""
-        own = self.cut(adapter).parameters()
-        return {name: tensor for name, tensor in moments.items() if name.rpartition(".")[0] in own}
+        part = self.part(adapter)
+        own = part.parameters()
+        here = {name: tensor for name, tensor in moments.items() if name.rpartition(".")[0] in own}
+        return super().cut_moments(part, here)
 
     def whole_moments(self, adapter: AdapterVersion, moments: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `AdapterShards`."""
-        return self._of_all(moments)
+        return self._of_all(super().whole_moments(adapter, moments))
 
     def losses(self, found: Sequence[float]) -> Sequence[float]:
         """See `AdapterShards`: the last stage alone has found any."""
-        return self.ranks.totals(found)
+        return self.stages.totals(found)
 
-    def shares(self, adapter: AdapterVersion) -> Mapping[str, MatrixShare]:
+    def in_stages(self, adapter: AdapterVersion) -> frozenset[str]:
         """See `AdapterShards`."""
-        return dict.fromkeys(adapter.parameters(), _OWN)
+        return frozenset(name for name, _, own, _ in adapter.named() if isinstance(own, VirtualTokens))
+
+    def norm(self, of_parts: float, of_whole: float) -> float:
+        """See `AdapterShards`."""
+        (square,) = self.stages.totals([super().norm(of_parts, of_whole) ** 2])
+        return sqrt(square)
 
     def _of_all(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of all stages, by name."""
-        every = self.ranks.each({name: tensor.detach().cpu() for name, tensor in own.items()})
+        every = self.stages.each({name: tensor.detach().cpu() for name, tensor in own.items()})
         return {name: tensor for stage in every for name, tensor in stage.items()}
+
+
+def _within(bypass: Bypass) -> Bypass:
+    """The bypass with the base's weights as its stage has them."""
+    return bypass.on(None) if isinstance(bypass, DoRABypass) else bypass

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from coserve.cli.client import Client
 
 
-@with_flags("base_ca", "base_pin", "base_certificate", "base_key", "base_privacy")
+@with_flags(
+    "base_ca",
+    "base_pin",
+    "base_certificate",
+    "base_key",
+    "base_privacy",
+    "tensor_parallel",
+    "pipeline_parallel",
+)
 def finetune(
     context: typer.Context,
     file: Annotated[
@@ -110,7 +118,10 @@ def finetune(
         ),
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="With --base: where the adapter is written.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="With --base or --tensor-parallel: where the adapter is written."
+        ),
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Do not stay to watch.")] = False,
     as_json: AsJson = False,
@@ -119,9 +130,10 @@ def finetune(
 ) -> None:
     """Fine-tunes an adapter on a file and shows how it goes. Ctrl-C asks: detach, pause or cancel.
 
-    With --json the job is printed as it was created, and nothing is watched. With --base there is no server
-    and no job: the adapter is in the folder --output at the end. With --check nothing is created; the status
-    is 1 where the job would be refused.
+    With --json the job is printed as it was created, and nothing is watched. With --base, and with ranks of
+    its own (--tensor-parallel, --pipeline-parallel), there is no server and no job: the adapter is in the
+    folder --output at the end. With --check nothing is created; the status is 1 where the job would be
+    refused.
     """
     from coserve.cli.attach import attach
     from coserve.cli.chat import names_of

@@ -1,4 +1,5 @@
-"""`coserve finetune --base`: trains an adapter in this process, on linears that base executors compute."""
+"""`coserve finetune --base` and `--tensor-parallel`: trains an adapter without a server, on linears that base
+executors compute, or on ranks of its own."""
 
 import sys
 import time
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 _AGAIN_SECONDS: Final = 0.25
 _NAME: Final = "adapter"
+_PLACES: Final = ("base", "tensor_parallel", "pipeline_parallel")  # where linears are computed
 
 
 @dataclass(frozen=True, slots=True)
 class JobHere:
-    """The arguments of the command. `access` are settings of an engine that begin with "base",
+    """The arguments of the command. `access` are settings of an engine, of its base or of its ranks,
     `hyperparameters` and `optimizer` those of a job, `objective` its training method's type and settings;
     `validation` are examples that are only measured, and `server` flags that only a server knows."""
 
@@ -51,11 +53,15 @@ class JobHere:
     def checked(self) -> tuple[str, Path]:
         """The model and the output. Raises ConfigError for flags that do not go together."""
         output = Path() if self.check else self.output
-        if "base" not in self.access or output is None or self.model is None:
-            raise ConfigError("to train without a server --base, --model (a folder) and --output are needed")
+        if self.access.keys().isdisjoint(_PLACES) or output is None or self.model is None:
+            raise ConfigError(
+                "to train without a server --base or --tensor-parallel or --pipeline-parallel, --model (a "
+                "folder) and --output are needed"
+            )
         if self.server:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in self.server)
-            raise ConfigError(f"{flags}: not with --base, which trains without a server")
+            places = " and ".join(f"--{name.replace('_', '-')}" for name in _PLACES if name in self.access)
+            raise ConfigError(f"{flags}: not with {places}, which trains without a server")
         if output.is_file() or not output.absolute().parent.is_dir():
             raise ConfigError(f"--output {output}: expected a folder in one that exists")
         kind = self.objective.get("type", "supervised")

@@ -86,7 +86,12 @@ def plan(
         typer.Option(min=2, max=MOST_RANKS, help="Instead, how an adapter is cut over so many ranks."),
     ] = None,
     pipeline_parallel: Annotated[
-        int | None, typer.Option(min=2, max=MOST_RANKS, help="Instead, what each of so many stages holds.")
+        int | None,
+        typer.Option(
+            min=2,
+            max=MOST_RANKS,
+            help="Instead, what each of so many stages holds; with --tensor-parallel, one of its ranks.",
+        ),
     ] = None,
     link: Annotated[
         str,
@@ -112,9 +117,9 @@ def plan(
     """
     check_writable("--plot", plot)
     subject = _subject(model, dtype)
-    if executor and tensor_parallel is None:
-        raise ConfigError("--executor is for --tensor-parallel: one rank has one placement")
-    if tensor_parallel is not None:
+    if executor and (tensor_parallel is None or pipeline_parallel is not None):
+        raise ConfigError("--executor is for --tensor-parallel alone: one rank has one placement")
+    if tensor_parallel is not None and pipeline_parallel is None:
         from coserve.cli.ranks import show_placements, show_ranks
 
         rows = (batch or [4])[0] * (length or 512)
@@ -126,7 +131,7 @@ def plan(
         from coserve.cli.stages import show_stages
 
         parts = _one_of(_recipes(adapter or ["lora"], measure, subject), "--pipeline-parallel")
-        return show_stages(subject, parts, pipeline_parallel, cache_tokens, as_json)
+        return show_stages(subject, parts, pipeline_parallel, tensor_parallel or 1, cache_tokens, as_json)
     recipes = _recipes(adapter, measure, subject)
     if activations:
         from coserve.cli.activations import activations as explain

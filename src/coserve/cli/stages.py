@@ -13,15 +13,21 @@ _COLUMNS = ("stage", "layers", "MB weights", "MB pages", "MB adapter in training
 
 
 def show_stages(
-    subject: "Subject", parts: Sequence[Mapping[str, Any]], stages: int, cache_tokens: int, as_json: bool
+    subject: "Subject",
+    parts: Sequence[Mapping[str, Any]],
+    stages: int,
+    ranks: int,
+    cache_tokens: int,
+    as_json: bool,
 ) -> None:
-    """Prints the bytes of each stage. Raises AdapterError or UnsupportedModel."""
+    """Prints the bytes of each stage, or of a rank of it. Raises AdapterError or UnsupportedModel."""
     from coserve.plan.pipeline import plan_stages
 
-    found = plan_stages(subject, parts, stages, cache_tokens)
+    found = plan_stages(subject, parts, stages, ranks, cache_tokens)
     if as_json:
         return print_json([asdict(one) for one in found])
-    print(f"{subject.name} in {stages} stages, {cache_tokens:,} tokens of cache")
+    over = f" over {ranks} ranks each, of which one holds this" if ranks > 1 else ""
+    print(f"{subject.name} in {stages} stages{over}, {cache_tokens:,} tokens of cache")
     rows = [
         (
             str(one.stage),

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Dense
 from coserve.adapters.decodable import decodable
+from coserve.adapters.sharded import AdapterShards
 from coserve.adapters.sites import FrozenParameters, Site, Sites, Weights
-from coserve.adapters.staged import VIRTUAL_METHODS, StageShards
+from coserve.adapters.staged import StageShards
 from coserve.errors import AdapterError, ConfigError, NotOffered, UnsupportedModel
 from coserve.model.base import Base
 from coserve.model.batch import BatchCell
@@ -30,11 +31,12 @@ from coserve.model.origin import Origin, configuration_digest, digest_of
 from coserve.model.placing import leave_file
 from coserve.model.refusal import refusing
 from coserve.model.staged.load import SpanCut
-from coserve.parallel.ranks import ALONE
+from coserve.parallel.ranks import ALONE, RankGrid
 from coserve.train.proof import prove_training
 
 _PIECE: Final = 1 << 22
 _FILES: Final = ("config.json", "*.safetensors", "*.index.json")
+_VIRTUAL: Final = ("prefix_tuning", "prompt_tuning", "p_tuning")
 _NOT_OFFERED: Final = "not offered for a base whose blocks are on a cluster"
 
 
@@ -162,11 +164,11 @@ class BlockShards(StageShards):
     setting = "cluster"
 
     def __init__(self, sites: Sites, span: range, depth: int) -> None:
-        super().__init__(ALONE, sites, span, depth)
+        super().__init__(RankGrid(), AdapterShards({}, ALONE), sites, span, depth)
 
     def expect(self, methods: Sequence[str]) -> None:
         """See `AdapterShards`."""
-        if virtual := next((name for name in methods if name in VIRTUAL_METHODS), ""):
+        if virtual := next((name for name in methods if name in _VIRTUAL), ""):
             raise AdapterError(f"{virtual} has virtual tokens: {_NOT_OFFERED}")
 
     def has(self, path: str) -> bool:

@@ -1,7 +1,8 @@
 """An executor in processes of its own, over sockets: the same plans, results and commands as bytes.
 
 There is a process for each rank of the model. All get the same messages, so that they compute together, and
-the first one's answers count; those of a pipeline's stages are put together (`stages.py`).
+the first one's answers count; those of a pipeline's stages, each its first rank's, are put together
+(`stages.py`).
 """
 
 import subprocess
@@ -77,9 +78,8 @@ class RemoteExecutor(WorkerTransport):
         """Starts the processes and waits until they have loaded the model in folder `model`. Raises the
         errors of loading."""
         super().__init__(self._receive)
-        count, self._is_pipeline = config.ranks, config.pipeline_parallel > 1
-        kind = "stage" if self._is_pipeline else "rank"
-        names = [f"the process of {kind} {n} of {count}" for n in range(count)] if count > 1 else [_ONE]
+        self._is_pipeline, self._in_stage = config.pipeline_parallel > 1, config.tensor_parallel
+        names = [process_name(config, number) for number in range(config.ranks)]
         self.workers = [take_spare(name) or WorkerProcess(start_process, name) for name in names]
         self.process = self.workers[0].process
         self._pausing, self._gathering = threading.Lock(), threading.Lock()
@@ -168,9 +168,9 @@ class RemoteExecutor(WorkerTransport):
             self.close()
             raise error_named(*fault)
         assert opened[0].spec is not None, "what is opened has a spec"
-        return (
-            spec_of_stages([one.spec for one in opened if one.spec]) if self._is_pipeline else opened[0].spec
-        )
+        if not self._is_pipeline:
+            return opened[0].spec
+        return spec_of_stages([one.spec for one in opened[:: self._in_stage] if one.spec])
 
     def _send(self, message: bytes) -> None:
         with self._together():
@@ -204,14 +204,15 @@ class RemoteExecutor(WorkerTransport):
         for message in messages:
             if message[:1] == FAILED:
                 raise error_named(*msgspec.msgpack.decode(message[1:], type=tuple[str, str]))
-        body = 1 + DRAWN
-        if self._is_pipeline:
-            return result_of_stages([decode_result(message[body:]) for message in messages])
-        for worker, message in zip(self.workers[1:], messages[1:], strict=True):
-            if message[:body] != messages[0][:body]:
+        body, found = 1 + DRAWN, list[BaseResult]()
+        for number, (worker, message) in enumerate(zip(self.workers, messages, strict=True)):
+            if not number % self._in_stage:
+                found.append(decode_result(message[body:]))
+                drawn = message[:body]
+            elif message[:body] != drawn:
                 self.close()
                 raise EngineLost(f"{worker.name} has drawn other tokens than the first one")
-        return decode_result(messages[0][body:])
+        return result_of_stages(found) if self._is_pipeline else found[0]
 
     def _next(self, goes_on: Callable[[bytes], bool] | None = None) -> list[bytes]:
         """Waits for the next message of each process; reports heartbeats meanwhile. Returns those that are
@@ -304,7 +305,15 @@ class RemoteExecutor(WorkerTransport):
         return EngineLost(f"{worker.name} has failed: {why}")
 
 
-_ONE: Final = "the executor's process"
+def process_name(config: EngineConfig, number: int) -> str:
+    """What a process of so many is called in errors."""
+    stages, ranks = config.pipeline_parallel, config.tensor_parallel
+    stage, rank = divmod(number, ranks)
+    if config.ranks == 1:
+        return "the executor's process"
+    if ranks == 1:
+        return f"the process of stage {stage} of {stages}"
+    return f"the process of rank {rank} of {ranks}" + (f" in stage {stage} of {stages}" if stages > 1 else "")
 
 
 def _opened(answer: bytes) -> ExecutorOpened:

@@ -8,11 +8,10 @@ from coserve.executors.executor import DeviceMemory, ExecutorSpec
 
 
 def spec_of_stages(specs: Sequence[ExecutorSpec]) -> ExecutorSpec:
-    """The facts of the first stage, with the bytes of the fullest one. Each stage can be at a plan of its
-    own."""
-    largest = {
-        name: max(getattr(spec, name) for spec in specs) for name in ("cache_nbytes", "grown", "host_room")
-    }
+    """The facts of the first of so many stages, with the bytes of the fullest one. Each stage can be at a
+    plan of its own."""
+    names = ("cache_nbytes", "grown", "host_room", "state_slots")  # a stage may have no recurrent layer
+    largest = {name: max(getattr(spec, name) for spec in specs) for name in names}
     return replace(specs[0], **largest, plans=len(specs), plan_rate=float(len(specs)))
 
 

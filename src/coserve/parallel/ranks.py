@@ -17,12 +17,14 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from coserve.parallel.states import Change
 
 # Seconds that a collective waits for the slowest rank, as one that reads its part of a large model. A rank
 # that has ended is missed at once, and one that hangs is found by the host (`executors/remote.py`).
 _PATIENCE: Final = 600.0
+_MESH: Final = ("tp",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,16 @@ class Ranks:
     """One rank alone, to which collectives give back what it gave. `RankGroup` has several."""
 
     number, count = 0, 1
-    is_waiting = False  # for others, in a collective
     waited = 0.0  # seconds so far
+
+    @property
+    def is_waiting(self) -> bool:
+        """Tells whether this rank waits for others, in a collective."""
+        return False
+
+    def mesh(self, device: str) -> DeviceMesh:
+        """The ranks as torch names them, on devices of this type."""
+        return DeviceMesh(device, torch.arange(self.count), mesh_dim_names=_MESH)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors, which replaces `x`."""
@@ -58,11 +68,14 @@ class Ranks:
 
     def columns(self, x: Tensor) -> Tensor:
         """All ranks' columns side by side: [..., width] of each to [..., all widths]."""
+        return self.along(x, -1)
+
+    def along(self, x: Tensor, dim: int) -> Tensor:
+        """All ranks' parts of a tensor end to end along a dimension."""
         return x
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' parts of a tensor end to end along a dimension, for threads beside steps too, one at a
-        time."""
+        """As `along`, slower, for threads beside steps too, one at a time."""
         return x
 
     def change(self, x: Tensor, change: Change, pieces: int = 1) -> Tensor:
@@ -165,8 +178,9 @@ ALONE: Final = Ranks()
 
 
 class RankGroup(Ranks):
-    """This process's rank of several. `beside` is a second group, for threads beside steps. Sums are added up
-    in the order of the ranks where they are `ordered`: else a number's last bits depend on its place."""
+    """This process's rank of several. `beside` is a second group, for threads beside steps: on CPUs, as
+    collectives of two threads would meet on a GPU in another order on each rank. Sums are added up in the
+    order of the ranks where they are `ordered`: else a number's last bits depend on its place."""
 
     def __init__(
         self,
@@ -179,17 +193,41 @@ class RankGroup(Ranks):
     ) -> None:
         self.number, self.count, self._ordered = number, count, ordered
         self._steps, self._beside, self._device = steps, beside, device
+        self._is_waiting, self._subgroups = False, tuple[RankGroup, ...]()
         self._sent = deque[tuple[dist.Work, Tensor]]()  # which may not be on its way yet
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Context of a wait for other ranks."""
-        self.is_waiting, began = True, time.perf_counter()
+        self._is_waiting, began = True, time.perf_counter()
         try:
             yield
         finally:
-            self.is_waiting = False
+            self._is_waiting = False
             self.waited += time.perf_counter() - began
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._is_waiting or any(part.is_waiting for part in self._subgroups)
+
+    def mesh(self, device: str) -> DeviceMesh:
+        return DeviceMesh.from_group(self._steps, device, mesh_dim_names=_MESH)
+
+    def grid(self, stages: int) -> "RankGrid":
+        """These ranks in so many stages, one after the other. All ranks call this together."""
+        numbers = torch.arange(self.count).view(stages, -1)
+        stage, number = divmod(self.number, numbers.shape[1])
+        rows = [self._part(own) for own in numbers.tolist()]
+        columns = [self._part(own) for own in numbers.t().tolist()]
+        inside, across = rows[stage], columns[number]
+        self._subgroups = inside, across
+        return RankGrid(self, inside, across)
+
+    def _part(self, numbers: Sequence[int]) -> "RankGroup":
+        """A group of some of these ranks, which is of use to them alone."""
+        steps, beside = dist.new_group(list(numbers)), dist.new_group(list(numbers), backend="gloo")
+        number = numbers.index(self.number) if self.number in numbers else -1
+        return RankGroup(number, len(numbers), steps, beside, self._device, self._ordered)
 
     def sum(self, x: Tensor) -> Tensor:
         if self._ordered:
@@ -202,28 +240,25 @@ class RankGroup(Ranks):
             dist.all_reduce(x, group=self._steps)
         return x
 
-    def columns(self, x: Tensor) -> Tensor:
-        return self._joined(x, -1, self._steps)
+    def along(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._parts(x.to(self._device), self._steps), dim).to(x.device)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        return self._joined(x, dim, self._beside)
-
-    def _joined(self, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        return torch.cat(self._parts(x, group), dim).to(x.device)
+        return torch.cat(self._parts(x.cpu(), self._beside), dim).to(x.device)
 
     def _parts(self, x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
         """All ranks' tensors."""
-        own = x.to(self._device).contiguous()
+        own = x.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.count)]
         with self.waiting():
             dist.all_gather(parts, own, group=group)
         return parts
 
     def of(self, rank: int, x: Tensor) -> Tensor:
-        found = x.clone(memory_format=torch.contiguous_format)
+        found = x.to(self._device, copy=True, memory_format=torch.contiguous_format)
         with self.waiting():
-            dist.broadcast(found, src=rank, group=self._steps)
-        return found
+            dist.broadcast(found, group=self._steps, group_src=rank)
+        return found.to(x.device)
 
     def totals(self, numbers: Sequence[float]) -> list[float]:
         if not numbers:
@@ -242,12 +277,12 @@ class RankGroup(Ranks):
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         sent = x.contiguous()
-        work = dist.isend(sent, rank, group=self._steps)
+        work = dist.isend(sent, group=self._steps, group_dst=rank)
         assert work is not None, "this rank is in its group"
         self._sent.append((work, sent))
 
     def receive(self, into: Tensor, rank: int) -> Arriving:
-        work = dist.irecv(into, rank, group=self._steps)
+        work = dist.irecv(into, group=self._steps, group_src=rank)
         assert work is not None, "this rank is in its group"
         return _Received(into, work, self)
 
@@ -257,8 +292,28 @@ class RankGroup(Ranks):
     def first(self, value: Any) -> Any:
         told = [value]
         with self.waiting():
-            dist.broadcast_object_list(told, src=0, group=self._steps)
+            dist.broadcast_object_list(told, group=self._steps, group_src=0)
         return told[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """The place of a process among all those of one model (`every`): the ranks of its stage of a pipeline
+    (`inside`), and of all stages those with its number there (`stages`)."""
+
+    every: Ranks = ALONE
+    inside: Ranks = ALONE
+    stages: Ranks = ALONE
+
+    @staticmethod
+    def of(every: Ranks, stages: int) -> "RankGrid":
+        """Ranks in so many stages, equally many in each. All ranks call this together."""
+        if stages == 1:
+            return RankGrid(every, every)
+        if stages == every.count:
+            return RankGrid(every, stages=every)
+        assert isinstance(every, RankGroup), "one rank alone has no stages"
+        return every.grid(stages)
 
 
 class _Received(Arriving):
@@ -320,4 +375,4 @@ def join(rank: Rank, device: torch.device, patience: float = _PATIENCE, ordered:
     )
     steps = dist.group.WORLD
     assert steps is not None, "it was made above"
-    return RankGroup(rank.number, rank.count, steps, dist.new_group(), device, ordered)
+    return RankGroup(rank.number, rank.count, steps, dist.new_group(backend="gloo"), device, ordered)

@@ -59,10 +59,7 @@ class CountedRanks(Ranks):
     def summed(self, x: Tensor) -> Tensor:
         return self.sum(x)
 
-    def columns(self, x: Tensor) -> Tensor:
-        return self.whole(x, -1)
-
-    def whole(self, x: Tensor, dim: int) -> Tensor:
+    def along(self, x: Tensor, dim: int) -> Tensor:
         return self._counted(Change.COMBINE, 1, torch.cat([x] * self.count, dim))
 
     def of(self, rank: int, x: Tensor) -> Tensor:
@@ -141,7 +138,7 @@ class _Pricing:
         self._products(call)
         if self._over.gathers:
             for path in call.outputs:
-                self._ranks.whole(self._rows_of(path, 0), 0)
+                self._ranks.along(self._rows_of(path, 0), 0)
 
     def _products(self, call: _PricedCall) -> None:
         for path in call.paths:
@@ -167,7 +164,7 @@ class _Pricing:
             else:
                 called.backward(self._rows_of(path, 0))
         if self._over.gathers:
-            self._ranks.whole(self._rows_of(call.paths[0], 1), 0)
+            self._ranks.along(self._rows_of(call.paths[0], 1), 0)
 
     def _given(self, path: str, side: int) -> Tensor:
         """All rows of a linear's outputs (side 0) or inputs (1)."""

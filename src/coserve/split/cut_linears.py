@@ -34,7 +34,7 @@ class LinearsOverRanks:
 
     def cut(self, model: PreTrainedModel) -> None:
         """Has the parameters of a model on the meta device say how they are cut."""
-        cut_parameters(model, self.shards(model), self.ranks.count, self._device)
+        cut_parameters(model, self.shards(model), self.ranks.mesh(self._device.type))
 
     def shards(self, model: PreTrainedModel) -> dict[str, Shard]:
         """Decides how a model's parameters are cut: linears by their outputs where ranks divide these, else

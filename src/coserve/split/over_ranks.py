@@ -62,7 +62,7 @@ class RankedLinears(BaseLinears):
         each = -(-call.rows // ranks.count)
         rows = [_padded(tensor, each * ranks.count)[ranks.number * each :][:each] for tensor in tensors]
         found = super().compute(msgspec.structs.replace(call, rows=each), rows)
-        return [ranks.whole(tensor, 0)[: call.rows] for tensor in found]
+        return [ranks.along(tensor, 0)[: call.rows] for tensor in found]
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

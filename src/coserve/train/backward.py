@@ -215,19 +215,26 @@ class Backward:
 
     def _through_embedding(self, window: Window, bypasses: Bypasses, gradient: Tensor) -> None:
         """Backward of the embedding's bypasses and of virtual tokens. Gradients of virtual keys and values
-        are complete after the leftmost window."""
+        are complete after the leftmost window. Stages of a pipeline behind the first one have virtual tokens
+        alone, and of prompts no gradient: zeros, as gradients are summed over stages."""
         leaves = self._leaves[EMBEDDED]
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
+        is_first, touches = not self._base.chain.span.start, bypasses.touches(self._base.early_sites)
         with self._base.chain.ends.visit(Direction.BACKWARD):
             with torch.enable_grad():
-                if bypasses.touches(self._base.early_sites):
+                if touches and is_first:
                     outputs, gradients = [self.store.embed(window, bypasses)], [gradient]
                 if window.start == 0:
                     outputs += self.store.kv.virtual.in_graph()
                     gradients += self.store.kv.virtual.grads()
-            if outputs:
-                self.accumulate(leaves, vjp(outputs, gradients, leaves))
+            found = vjp(outputs, gradients, leaves) if outputs else (None,) * len(leaves)
+            if touches and not is_first:
+                found = tuple(
+                    torch.zeros_like(leaf) if own is None else own
+                    for leaf, own in zip(leaves, found, strict=True)
+                )
+            self.accumulate(leaves, found)
 
     def accumulate(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Adds gradients to those of the leaves."""

@@ -98,7 +98,7 @@ class VirtualKV:
         self._grads: dict[int, KV] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._given)
+        return self._virtual.given_count > 0
 
     def of(self, layer: int) -> KV:
         """Keys and values of a layer, [1, groups, n, width], outside of any graph."""
@@ -113,13 +113,14 @@ class VirtualKV:
             total += grad[0]
 
     def in_graph(self) -> list[Tensor]:
-        """The keys and values in the current graph, in the order of `grads`."""
-        return [tensor for pair in self._virtual.caches() for tensor in pair]
+        """The keys and values in the current graph, of the layers of `grads` and in their order."""
+        caches = self._virtual.caches()
+        return [tensor for layer in sorted(self._grads) for tensor in caches[layer]]
 
     def grads(self) -> list[Tensor]:
-        """Gradients from all windows so far, [groups, n, width]: of each layer the keys', then the
-        values'."""
-        return [grad for layer in range(len(self._given)) for grad in self._grads[layer]]
+        """Gradients from all windows so far, [groups, n, width]: of each layer of this process the keys',
+        then the values'."""
+        return [grad for layer in sorted(self._grads) for grad in self._grads[layer]]
 
 
 @dataclass(frozen=True, slots=True)

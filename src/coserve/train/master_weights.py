@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import hypot, sqrt
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class MasterWeights:
         start = _in_order(start, base)
         self.optimizer = Optimizer(start.parameters(), exact_type(base.dtype), base.device, make_offload)
         self.current = start.in_type(base.dtype)
-        self._shares = base.shards.shares(start)
+        self._shares, self._in_stages = base.shards.shares(start), base.shards.in_stages(start)
         served = self.current.parameters()
         self._served_exact = [name for name, tensor in served.items() if tensor.dtype != base.dtype]
         if moments is not None:
@@ -69,23 +68,26 @@ class MasterWeights:
         self.optimizer.accumulate(self._names[id(leaf)], gradient)
 
     def complete_gradients(self) -> None:
-        """Adds, over ranks, the gradients of matrices of which each rank has all, and has seen a part."""
-        if self.ranks.count == 1:
-            return
-        shares, weights = self._shares, self.optimizer.weights.items()
-        if sums := [w.grad for name, w in weights if shares[name].is_sum and w.grad is not None]:
-            flat = self.ranks.sum(torch.cat([grad.flatten() for grad in sums]))
-            for grad, found in zip(sums, torch.split(flat, [grad.numel() for grad in sums]), strict=True):
-                grad.copy_(found.view(grad.shape))
+        """Adds, over ranks and over stages, the gradients of tensors of which each has all, and has seen a
+        part."""
+        shards, weights = self._base.shards, self.optimizer.weights.items()
+        summed = {name for name, share in self._shares.items() if share.is_sum}
+        for ranks, names in ((shards.ranks, summed), (shards.stages, self._in_stages)):
+            sums = [w.grad for name, w in weights if name in names and w.grad is not None]
+            if ranks.count > 1 and sums:
+                flat = ranks.sum(torch.cat([grad.flatten() for grad in sums]))
+                for grad, found in zip(sums, torch.split(flat, [grad.numel() for grad in sums]), strict=True):
+                    grad.copy_(found.view(grad.shape))
 
     def gradient_norm(self) -> float:
         """The Euclidean norm of all ranks' gradients taken together."""
-        shares, weights = self._shares, self.optimizer.weights.items()
-        found = [(shares[name].is_everywhere, w.grad) for name, w in weights if w.grad is not None]
+        weights = self.optimizer.weights.items()
+        elsewhere = self._in_stages if self._base.shards.stages.number else ()  # the first stage counts them
+        own = [(name, w.grad) for name, w in weights if w.grad is not None and name not in elsewhere]
+        found = [(self._shares[name].is_everywhere, grad) for name, grad in own]
         parts, whole = ([grad for is_whole, grad in found if is_whole is kind] for kind in (False, True))
         of_parts, of_whole = norms([parts, whole])
-        (square,) = self.ranks.totals([of_parts**2])
-        return hypot(sqrt(square), of_whole)
+        return self._base.shards.norm(of_parts, of_whole)
 
     @cached_property
     def lowest(self) -> int:
@@ -102,7 +104,7 @@ class MasterWeights:
     @property
     def ranks(self) -> Ranks:
         """The ranks that have the weights."""
-        return self._base.shards.ranks
+        return self._base.shards.every
 
     def _take_leaves(self, published: Mapping[str, Tensor]) -> None:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in published.items()}

@@ -83,7 +83,7 @@ class FusedPass:
         as they are or computed elsewhere or by several ranks, where attention waits for the device, and where
         layers have states: a graph would write the half of the store that it was recorded with."""
         base = self.base
-        is_whole = base.shards.ranks.count == 1 and not base.makes_calls and base.reader is None
+        is_whole = base.shards.every.count == 1 and not base.makes_calls and base.reader is None
         if base.device.type != "cuda" or not is_whole or base.mixers:
             return None
         return CudaGraphs(base.device) if self.attention.is_capturable else None
@@ -166,7 +166,8 @@ class FusedPass:
         version = self.loaded.find(prefix.adapter)
         self.attention.clean(prefix.pages)
         for layer, (k, v) in enumerate(version.virtual.caches()):
-            self.attention.fill(layer, prefix.pages, k, v)
+            if layer in self.base.chain.span:
+                self.attention.fill(layer, prefix.pages, k, v)
         for start, count in self._prompt_windows(prefix.rows):
             bypasses = version.virtual.embedded(version.bypasses, start, count)
             first = prefix.tokens - prefix.rows + start

@@ -171,7 +171,7 @@ class HeldState:
 
     def _expect_alone(self, what: str) -> None:
         """Raises NotOffered for what several ranks do not do."""
-        if self.base.shards.ranks.count > 1:
+        if self.base.shards.every.count > 1:
             raise NotOffered(f"{what}: not offered with engine.{self.base.shards.setting}")
 
     def _first(self, command: OpenSession) -> AdapterVersion:

@@ -35,7 +35,7 @@ from coserve.model.sharded.load import load_sharded
 from coserve.model.staged.load import load_staged
 from coserve.model.stitched import Stitch, StitchedBase
 from coserve.model.together import linears_together
-from coserve.parallel.ranks import ALONE, Ranks
+from coserve.parallel.ranks import RankGrid
 from coserve.split.access import BaseAccess
 from coserve.split.credentials import EXECUTOR_KEY, Credentials
 from coserve.split.load import load_remote
@@ -77,15 +77,15 @@ def open_local(
     model: Model,
     config: EngineConfig,
     read_tokenizer: Callable[[], Any] = lambda: None,
-    ranks: Ranks = ALONE,
+    grid: RankGrid = RankGrid(),
 ) -> Opened:
-    """Opens an executor on this process's device, for the whole model or what it has of it as one of `ranks`.
-    `read_tokenizer` is called once the model is loaded; without a tokenizer there are no grammars. Raises its
-    errors, ModelError, and ConfigError where the cache does not fit into memory."""
+    """Opens an executor on this process's device, for the whole model or what it has of it in a `grid` of
+    ranks. `read_tokenizer` is called once the model is loaded; without a tokenizer there are no grammars.
+    Raises its errors, ModelError, and ConfigError where the cache does not fit into memory."""
     if config.device == "cpu":
         keep_freed_memory()
     before, private = resident_bytes(), private_bytes()
-    base, streaming = _load(model, config, ranks)
+    base, streaming = _load(model, config, grid)
     # One base is proved as it is loaded, another has nothing that could be compared.
     if not (config.base or config.pipeline_parallel > 1 or is_without_data(base)):
         prove_training(base)
@@ -183,13 +183,14 @@ def eos_ids(base: Base) -> tuple[int, ...]:
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
-def _load(model: Model, config: EngineConfig, ranks: Ranks) -> tuple[Base, Streaming | None]:
+def _load(model: Model, config: EngineConfig, grid: RankGrid) -> tuple[Base, Streaming | None]:
     """The base; with how it is streamed, where it does not fit or its memory is limited."""
-    if ranks.count > 1:
+    if grid.every.count > 1:
         assert not isinstance(model, PreTrainedModel), "ranks read files"
+        how = dtype_of(config), config.device, config.quantize
         if config.pipeline_parallel > 1:
-            return load_staged(model, ranks, dtype_of(config), config.device, prove_training), None
-        return load_sharded(model, ranks, dtype_of(config), config.device, config.quantize), None
+            return load_staged(model, grid, *how, prove_training), None
+        return load_sharded(model, grid.inside, *how), None
     if config.base:
         return load_remote(model, _access(config), dtype_of(config), config.device, prove_training), None
     room = base_room(config)

@@ -46,7 +46,7 @@ from coserve.executors.executor import Command, DeviceWorker
 from coserve.executors.local import LocalExecutor
 from coserve.memory.exhausted import contain_nothing, is_out_of_memory, words_of
 from coserve.model.base import Base
-from coserve.parallel.ranks import join
+from coserve.parallel.ranks import RankGrid, join
 from coserve.text.tokenizer import load_tokenizer
 from coserve.wire.frames import FrameReader, send_frame
 from coserve.wire.plans import decode_plan, drawn_of, encode_result
@@ -87,7 +87,7 @@ class Service:
     ) -> None:
         self._worker, self._steps, self._signals = worker, steps, signals
         self._codec = Codec(base.frame, base.dtype, base.device)
-        self._pauses, self._ranks, self._follows = Pauses(worker), base.shards.ranks, follows
+        self._pauses, self._ranks, self._follows = Pauses(worker), base.shards.every, follows
         self._alive = 0.0  # time of the last heartbeat
         self._waiting = deque[BasePlan]()  # plans without a result
         self._has_failed = False  # a pass of the oldest of these has, and the host has not asked for it again
@@ -217,13 +217,14 @@ def _serve(
         contain_nothing()
         if torch.device(config.device).type == "cuda":
             config = replace(config, device=f"cuda:{start.rank.number}")
+    ranks = join(start.rank, torch.device(config.device), ordered=config.deterministic)
     try:
         folder = start.tokenizer
         opened = open_local(
             start.model,
             config,
             lambda: None if folder is None else load_tokenizer(folder),
-            join(start.rank, torch.device(config.device), ordered=config.deterministic),
+            RankGrid.of(ranks, config.pipeline_parallel),
         )
     except CoserveError as error:
         fault = ExecutorOpened(fault=(type(error).__name__, str(error)))
@@ -232,7 +233,7 @@ def _serve(
         return
     send_frame(steps, msgspec.msgpack.encode(ExecutorOpened(opened.executor.spec)))
     assert isinstance(opened.executor, LocalExecutor), "it was opened in this process"
-    follows = start.rank.number > 0 and config.pipeline_parallel == 1
+    follows = start.rank.number % config.tensor_parallel > 0
     Service(opened.base, opened.executor.worker, steps, signals, follows).run(beside)
 
 

@@ -1,4 +1,4 @@
-"""The worker of one stage of a pipeline.
+"""The worker of one stage of a pipeline, or of a rank of it.
 
 All stages run every plan, each its own layers. The last one samples, and tells the others, which go on with
 the next plan meanwhile: they wait for a token where a row needs it.
@@ -34,7 +34,7 @@ class StageSampler(Sampler):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._ranks = self.base.shards.ranks
+        self._stages = self.base.shards.stages
         self._is_last = self.base.chain.has_tail
         self._awaited = deque[_TokensAwaited]()
         self._arriving: Arriving | None = None  # of the pass drawn last
@@ -47,8 +47,13 @@ class StageSampler(Sampler):
             self._note_failed(one.keys, self.table.sampled(one.keys, one.rows, one.tokens.wait()))
 
     def note(self, passes: Sequence[Drawn]) -> dict[int, Sampled]:
-        """See `Sampler`. Before the last stage nothing is known yet."""
-        return super().note(passes) if self._is_last else {}
+        """See `Sampler`. Before the last stage no token is known yet."""
+        if self._is_last:
+            return super().note(passes)
+        for drawn in passes:
+            if drawn.states is not None:
+                drawn.states.commit()
+        return {}
 
     def _logits(self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]]) -> Tensor:
         return super()._logits(hidden, adapters) if self._is_last else hidden[0]
@@ -56,11 +61,11 @@ class StageSampler(Sampler):
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         if self._is_last:
             tokens = super()._choose(logits, rows, positions)
-            for stage in range(self._ranks.number):
-                self._ranks.send(tokens, stage)
+            for stage in range(self._stages.number):
+                self._stages.send(tokens, stage)
             return tokens
         into = torch.empty_like(rows)
-        self._arriving = self._ranks.receive(into, self._ranks.count - 1)
+        self._arriving = self._stages.receive(into, self._stages.count - 1)
         return into
 
     def draw(self, batch: Any) -> Drawn:
@@ -97,10 +102,10 @@ class StageWorker(Worker):
 
     def run(self, plan: BasePlan) -> BaseResult:
         """See `DeviceWorker`."""
-        ranks = self.base.shards.ranks
-        waited = ranks.waited
+        stages = self.base.shards.stages
+        waited = stages.waited
         result = super().run(plan)
-        return replace(result, seconds=max(result.seconds - (ranks.waited - waited), 0.0))
+        return replace(result, seconds=max(result.seconds - (stages.waited - waited), 0.0))
 
     def _begin(self, plan: BasePlan) -> None:
         assert isinstance(self.fused, StagePass)

@@ -39,7 +39,7 @@ class TrainingPasses:
     def __init__(self, held: HeldState) -> None:
         self.sessions, self._held = held.sessions, held
         self.short = Shortages(held.drop_activations)
-        ranks = held.base.shards.ranks
+        ranks = held.base.shards.every
         self.pause = TrainingPause(None if ranks.count == 1 else ranks.decides)
         self.graphs: TrainingGraphs | None = None
         self._under_way = SlicesUnderWay(held.base.device)

@@ -82,7 +82,7 @@ class Worker:
         self._offloaded, self._offload_refusal = offloaded, offload_refusal
         self._has_moved = False  # whether moves of the plan under way have begun
         self._unfilled: dict[str, CoserveError] = {}  # adapters whose virtual tokens it could not fill
-        is_alone = base.shards.ranks.count == 1
+        is_alone = base.shards.every.count == 1
         # Ranks that round alike decide alike: bits depend on the number of compute threads.
         is_free = self.base.device.type == "cpu" and is_alone and not self.is_deterministic
         self._threads = ComputeThreads(torch.get_num_threads() if is_free else 1)

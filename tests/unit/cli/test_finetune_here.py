@@ -14,6 +14,7 @@ from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
 from coserve.adapters.files import read_adapter
 from coserve.cli.app import app
 from coserve.engine.scoring import LossScoring
+from forked_executors import fork_executors
 from models import save, tiny
 from split_served import differences, serving
 
@@ -52,7 +53,7 @@ def test_an_adapter_is_trained_measured_and_written(tmp_path: Path, model: Path)
         broken = written(tmp_path / "broken.jsonl", [{"prompt": 1}])
         for wrong, reason in (
             ([*base, "--detach"], "--detach: not with --base"),
-            ([], "--base, --model .* and --output are needed"),
+            ([], "--base or .*--model .* and --output are needed"),
             ([*base, *measured, "--method", "dpo"], "--validation-file is for supervised jobs"),
             ([*base, "--method", "magic"], "no training method 'magic'"),
             ([*base, "--validation-file", str(broken)], "validation .*broken"),
@@ -92,6 +93,22 @@ def test_an_adapter_is_trained_measured_and_written(tmp_path: Path, model: Path)
     }
     assert set(shown) >= {4} and set(shown) <= {2, 3, 4}
     assert shown[4] == pytest.approx(losses[4], abs=2e-3) and losses[4] != pytest.approx(losses[2], abs=1e-2)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_on_ranks(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a server and without executors: as a local engine trains it."""
+    fork_executors(monkeypatch)
+    output = tmp_path / "mine"
+    data = written(tmp_path / "t.jsonl", [{"prompt": f"{i}?", "completion": f" {i}"} for i in range(4)])
+    asked = ["finetune", str(data), "--model", str(model), "--tensor-parallel", "2", *FLAGS, "--epochs", "1"]
+    refused = CliRunner().invoke(app, [*asked, "--output", str(output), "--suffix", "mine"])
+    assert str(refused.exception).startswith("--suffix: not with --tensor-parallel")
+    done = CliRunner().invoke(app, [*asked, "--output", str(output)])
+    assert done.exit_code == 0 and "step 2/2" in done.output, done.output
+    engine = Engine(model, EngineConfig(calibrate=False, cache_tokens=512))
+    engine.finetune(data, "local", LoRAConfig(rank=3), TRAINING).result()
+    check_adapter(engine, output, engine.adapters.weights("local").parameters())
 
 
 def fields(training: TrainingConfig) -> dict[str, object]:

@@ -152,6 +152,15 @@ def test_what_each_stage_of_a_pipeline_holds() -> None:
     assert (first["first"], first["last"]) == (0, last["first"]) and last["last"] > last["first"] > 0
     for one in (first, last):
         assert min(one["weights"], one["pages"], one["adapter"]) > 0
+    for whole, part in zip(
+        (first, last),
+        json.loads(plan(*asked, "--pipeline-parallel", "2", "--tensor-parallel", "2")),
+        strict=True,
+    ):
+        assert part["pages"] * 2 == whole["pages"]  # norms are whole, and of LoRA one matrix of two
+        assert (
+            0.5 < part["weights"] / whole["weights"] < 0.55 and 0.5 < part["adapter"] / whole["adapter"] < 0.9
+        )
     assert "cannot be cut into 60 stages" in refusal("tiny", "--pipeline-parallel", "60")
 
 

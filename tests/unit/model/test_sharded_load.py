@@ -17,30 +17,24 @@ from coserve.adapters.layouts import MatrixShare, layout_of
 from coserve.adapters.lowrank import LoRABypass
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.sharded import AdapterShards
-from coserve.model.contents import ModelContents
-from coserve.model.load import load_base, load_model
-from coserve.model.sharded.load import _Shaping
-from coserve.parallel.ranks import RankGroup, Ranks
+from coserve.model.load import adopt, load_base, load_model
+from coserve.model.origin import Origin
+from coserve.model.sharded.load import RankCut
+from coserve.parallel.ranks import Ranks
 from coserve.parallel.search import Cut
 from models import save, tiny
 
 RANKS = 4
 
 
-class Silent(RankGroup):
+class Silent(Ranks):
     """A rank whose collectives give what it has: of the others nothing is known."""
 
     def __init__(self, number: int) -> None:
         self.number, self.count = number, RANKS
 
-    def first(self, value: Any) -> Any:
-        return value
-
     def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat([x] * RANKS, dim)
-
-    def of(self, rank: int, x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 @contextmanager
@@ -77,9 +71,10 @@ def test_a_rank_reads_its_part_alone(
     monkeypatch.setattr(core_model_loading.DtensorShardOperation, "shard_tensor", noted_part)
     monkeypatch.setattr(core_model_loading, "_materialize_copy", noted_copy)
     with silent(number) as rank:
-        shaping = _Shaping(rank, torch.device("cpu"), "none")
-        loaded = load_model(folder, torch.float32, shaping.cut)
-        base = shaping.base_of(loaded, ModelContents(folder))
+        shards = RankCut(rank, torch.device("cpu"))
+        loaded = load_model(folder, torch.float32, shards.cut)
+        layers = adopt(loaded)
+        base = shards.base_of(loaded, layers, Origin.of(loaded, layers, "none", torch.device("cpu"), "none"))
     assert len(read) >= 20 and 0.25 * whole < sum(read) <= 0.30 * whole
     assert 0.25 * whole < base.nbytes <= 0.30 * whole
     assert base.parameters == model.num_parameters() and base.sites == load_base(folder).sites

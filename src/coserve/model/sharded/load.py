@@ -28,7 +28,7 @@ from coserve.model.placing import leave_file, put, weights_of
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
 from coserve.model.sharded.contents import contents_over_ranks
-from coserve.model.sharded.modules import cut_embedding, cut_experts
+from coserve.model.sharded.modules import cut_embedding, cut_experts, share_last, split_input
 from coserve.model.sharded.placement import ColumnShard, GatheredColumnShard, RowShard
 from coserve.model.sharded.plan import ShardPlan
 from coserve.model.sharded.whole import WholeFrame
@@ -48,37 +48,41 @@ def load_sharded(
     rank would have. Raises the errors of `load_base`, and UnsupportedModel for a model that cannot be cut
     over so many ranks."""
     where, contents = usable_device(device), ModelContents(model)
-    shaping = _Shaping(ranks, where, quantize)
+    shards = RankCut(ranks, where)
     with refusing(repr(str(model)), "cannot be loaded"):
-        loaded = load_model(model, dtype, shaping.cut)
+        loaded = load_model(model, dtype, shards.cut)
     with refusing(loaded.config.model_type, "cannot be cut over ranks"):
-        return shaping.completed(drive(shaping.base_of(loaded, contents)))
+        layers = adopt(loaded)
+        digests = contents_over_ranks(loaded.state_dict(), contents, ranks)
+        fingerprint = fingerprint_of(loaded.config, digests, linear_paths(loaded), quantize)
+        origin = Origin.of(loaded, layers, quantize, where, fingerprint)
+        base = drive(shards.base_of(loaded, layers, origin))
+        base.whole = WholeFrame(base, shards.plan, ranks)
+        return base
 
 
-class _Shaping:
-    """The cut of one model."""
+class RankCut:
+    """The cut of one model over `ranks`; of one rank alone there is nothing to cut."""
 
-    def __init__(self, ranks: Ranks, where: torch.device, quantize: str) -> None:
-        self._ranks, self._where, self._cell, self._quantize = ranks, where, BatchCell(), quantize
-        self._plan: ShardPlan
+    def __init__(self, ranks: Ranks, where: torch.device) -> None:
+        self._ranks, self._where, self.cell = ranks, where, BatchCell()
+        self.plan = ShardPlan.of_one()
 
     def cut(self, model: PreTrainedModel) -> None:
-        """Has parameters on the meta device say how they are cut."""
-        self._plan = ShardPlan.of(model, self._ranks.count)
-        cut_parameters(model, self._plan.tensors, self._ranks.count, self._where)
+        """Has parameters on the meta device say how they are cut. Raises UnsupportedModel."""
+        if self._ranks.count > 1:
+            self.plan = ShardPlan.of(model, self._ranks.count)
+            cut_parameters(model, self.plan.tensors, self._ranks.mesh(self._where.type))
 
-    def base_of(self, model: PreTrainedModel, contents: ModelContents) -> Base:
-        """The base of a model whose parts are loaded."""
-        layers, plan = adopt(model), self._plan
-        digests = contents_over_ranks(model.state_dict(), contents, self._ranks)
-        fingerprint = fingerprint_of(model.config, digests, linear_paths(model), self._quantize)
-        origin = Origin.of(model, layers, self._quantize, self._where, fingerprint)
+    def base_of(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], origin: Origin) -> Base:
+        """The base of a model whose parts are loaded, with its decoder layers by path."""
+        plan = self.plan
         unwrap(model)
         for path, cut in plan.linears.items():
             if cut is Cut.ROWWISE and self._ranks.number:
                 model.get_submodule(path).bias = None  # the first rank adds it
-        if self._quantize != "none":
-            quantize_model(model, layers, origin, self._cell, plan.linears, self._ranks)
+        if origin.quantized != "none":
+            quantize_model(model, layers, origin, self.cell, plan.linears, self._ranks)
         leave_file(model)
         if any(tensor.device != self._where for tensor in model.state_dict().values()):
             model = model.to(device=self._where)
@@ -87,39 +91,36 @@ class _Shaping:
         for path, name in plan.widths:  # by which an attention splits what its first linear gives
             owner = model.get_submodule(path)
             setattr(owner, name, getattr(owner, name) // self._ranks.count)
+        for path in plan.split:
+            split_input(model.get_submodule(path), self._ranks)
+        for path, width in plan.shared.items():
+            self._place(model, path, Cut.WHOLE)
+            share_last(model.get_submodule(path), width, self._ranks)
         for path in plan.experts:
             cut_experts(model.get_submodule(path), self._ranks)
         if plan.embedding:
             cut_embedding(model.get_submodule(plan.embedding), self._ranks)
-        base = make_base(model, layers, origin, self._cell)
-        base.shards = AdapterShards(plan.linears, self._ranks, plan.pieces, plan.headwise)
-        return base
-
-    def completed(self, base: Base) -> Base:
-        """A base that is driven, with the whole one for adapters' methods."""
-        base.whole = WholeFrame(base, self._plan, self._ranks)
+        base = make_base(model, layers, origin, self.cell)
+        base.shards = AdapterShards(plan.linears, self._ranks, plan.pieces, plan.headwise, plan.cuts_heads)
         return base
 
     def _place(self, model: PreTrainedModel, path: str, cut: Cut) -> None:
         linear = model.get_submodule(path)
         kind = RowShard if cut is Cut.ROWWISE else ColumnShard
-        if path in self._plan.gathered:
+        if path in self.plan.gathered:
             kind = GatheredColumnShard
-        if isinstance(linear, FrozenLinear):  # it is quantized
+        if not isinstance(linear, FrozenLinear):  # else it is quantized
+            weight, bias = weights_of(linear)
+            shape = weight.shape[0], weight.shape[1]
+            linear = FrozenLinear(path, place_locally(weight, bias), shape, self.cell)
+            put(model, path, linear)
+        if cut is not Cut.WHOLE:
             linear.placement = kind(linear.placement, self._ranks)
-            return
-        weight, bias = weights_of(linear)
-        own = place_locally(weight, bias)
-        shape = weight.shape[0], weight.shape[1]
-        put(model, path, FrozenLinear(path, kind(own, self._ranks), shape, self._cell))
 
 
-def cut_parameters(
-    model: nn.Module, tensors: Mapping[str, ShardOfTensor], ranks: int, where: torch.device
-) -> None:
-    """Has parameters on the meta device, by name, say how they are cut over `ranks`, so that transformers
-    reads a rank's part of them. `unwrap` makes them plain ones again."""
-    mesh = DeviceMesh(where.type, torch.arange(ranks), mesh_dim_names=("tp",))
+def cut_parameters(model: nn.Module, tensors: Mapping[str, ShardOfTensor], mesh: DeviceMesh) -> None:
+    """Has parameters on the meta device, by name, say how they are cut over the ranks of a mesh, so that
+    transformers reads a rank's part of them. `unwrap` makes them plain ones again."""
     made: dict[int, nn.Parameter] = {}
     for name, placement in tensors.items():
         owner, key = _owner(model, name)

@@ -1,4 +1,5 @@
-"""Modules that are no linears and of which a rank has a part: an embedding's rows, experts' inner features.
+"""Modules around which rows change between ranks, beside cut linears: an embedding with some tokens' rows,
+experts with some inner features, and linears whose inputs or outputs all ranks have.
 
 The module tree stays the model's own; only the bound `forward` of the module is replaced.
 """
@@ -6,9 +7,11 @@ The module tree stays the model's own; only the bound `forward` of the module is
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from coserve.parallel.ranks import Ranks
+from coserve.parallel.states import Change
 
 
 class CutEmbedding:
@@ -48,3 +51,22 @@ def cut_embedding(module: nn.Module, ranks: Ranks) -> None:
 def cut_experts(module: nn.Module, ranks: Ranks) -> None:
     """Has experts whose weights are parts give what the whole ones give."""
     module.forward = CutExperts(module, ranks)
+
+
+def split_input(module: nn.Module, ranks: Ranks) -> None:
+    """Has a linear that is cut by its inputs take a rank's own of those that all ranks have."""
+    forward: Callable[[Tensor], Tensor] = module.forward
+    module.forward = lambda x: forward(ranks.changed(x, Change.PARTITION, Change.COMBINE))
+
+
+def share_last(module: nn.Module, width: int, ranks: Ranks) -> None:
+    """Has the last columns of what a linear gives, so many, be for the heads of all ranks: each finds a part
+    of their gradient. What is before them goes on through linears that are cut, which add up its own."""
+    forward: Callable[[Tensor], Tensor] = module.forward
+
+    def shared(x: Tensor) -> Tensor:
+        y = forward(x)
+        before, last = torch.split(y, [y.shape[-1] - width, width], -1)
+        return torch.cat((before, ranks.entering(last)), -1)
+
+    module.forward = shared

@@ -99,11 +99,11 @@ class GatheredWeight(ShardedPlacement):
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias
         if bias is not None and not self._dim:
-            bias = self._ranks.whole(bias, 0)
+            bias = self._ranks.along(bias, 0)
         return F.linear(x, self._whole(), bias)
 
     def backward(self, grad: Tensor) -> Tensor:
         return grad @ self._whole()
 
     def _whole(self) -> Tensor:
-        return self._ranks.whole(self._own.weight(), self._dim)
+        return self._ranks.along(self._own.weight(), self._dim)

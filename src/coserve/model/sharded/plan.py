@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from torch import nn
@@ -13,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from coserve.errors import UnsupportedModel
 from coserve.model.origin import linear_paths
-from coserve.model.probe import has_states
 from coserve.model.refusal import unsupported
+from coserve.model.staged.absent import AbsentEnd
 from coserve.parallel.search import Cut
 
 _INSTEAD: Final = "serve it without engine.tensor_parallel"
@@ -23,6 +24,8 @@ _PIECES: Final = 2  # of a packed weight: gates and what they multiply
 # Of a norm over one head's numbers: all ranks have it, and it does not train.
 _HEADWISE: Final = "replicated_with_grad_allreduce"
 _NOTHING: Final = (_HEADWISE, "replicate")
+_SPLIT: Final = "rowwise_split_input"  # of an input that all ranks have
+_LATENT: Final = "mla_kv_a_proj"  # of latent keys, and of rotated ones that all heads share
 _PACKED: Final = "packed_colwise_of_3"  # queries, keys and values of one linear, each cut for itself
 # Plans of models that transformers has none for, and of attributes that are a rank's width there.
 _OWN: Final[Mapping[str, Mapping[str, str]]] = {
@@ -41,7 +44,9 @@ class ShardPlan:
     """The cut of a model over `ranks`: its linears by path (`linears`, those of which all ranks get the
     outputs also in `gathered`; `pieces` of outputs are cut each for itself where there are several), its
     fused experts (`experts`, by path), its embedding, each tensor by name (`tensors`), norms of a rank's own
-    heads (`headwise`), and attributes of modules that are widths of what a rank has (`widths`)."""
+    heads (`headwise`), and attributes of modules that are widths of what a rank has (`widths`). Linears in
+    `split` are given all inputs and take a rank's own; of those in `shared` the last columns, so many, are
+    for the heads of all ranks. Attention `cuts_heads`, or is computed by every rank."""
 
     ranks: int
     linears: Mapping[str, Cut]
@@ -52,22 +57,31 @@ class ShardPlan:
     pieces: Mapping[str, int]
     headwise: frozenset[str]
     widths: tuple[tuple[str, str], ...]
+    split: frozenset[str] = frozenset()
+    shared: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    cuts_heads: bool = False
+
+    @staticmethod
+    def of_one() -> "ShardPlan":
+        """The plan of one rank, which has all of a model."""
+        return ShardPlan(1, {}, frozenset(), frozenset(), "", {}, {}, frozenset(), ())
 
     @staticmethod
     def of(model: PreTrainedModel, ranks: int) -> "ShardPlan":
-        """Reads the plan of a model, whose tensors need no data. Raises UnsupportedModel."""
+        """Reads the plan of a model, whose tensors need no data, without modules of other stages of a
+        pipeline. Raises UnsupportedModel."""
         name = model.config.model_type
         rules: dict[str, str] = {**(model.tp_plan or {}), **_OWN.get(name, {})}
         if not any(style in ("colwise", "packed_colwise", _PACKED) for style in rules.values()):
             raise unsupported(name, "transformers has no tensor-parallel plan for it", _INSTEAD)
-        if has_states(model.config):
-            raise unsupported(name, "the states of its recurrent layers are not cut over ranks", _INSTEAD)
-        _check_heads(model, ranks)
         linears: dict[str, Cut] = {}
         gathered, experts, tensors = set[str](), set[str](), dict[str, Placement]()
         embedding, plain, pieces, headwise = "", {*linear_paths(model)}, dict[str, int](), set[str]()
+        split, shared = set[str](), dict[str, int]()
         for path, style in planned_modules(model, rules):
             module = model.get_submodule(path)
+            if isinstance(module, AbsentEnd):
+                continue
             if style in ("colwise", _PACKED, *_GATHERED) and path in plain:
                 linears[path] = Cut.COLWISE
                 gathered |= {path} if style in _GATHERED else set()
@@ -78,8 +92,9 @@ class ShardPlan:
                     tensors |= {n: _StridedShard(dim, split_factor=3) for n, dim in of_outputs.items()}
                 else:
                     tensors |= {n: Shard(dim) for n, dim in of_outputs.items()}
-            elif style == "rowwise" and path in plain:
+            elif style in ("rowwise", _SPLIT) and path in plain:
                 linears[path] = Cut.ROWWISE
+                split |= {path} if style == _SPLIT else set()
                 tensors[f"{path}.weight"] = Shard(0 if isinstance(module, Conv1D) else 1)
             elif style == "embedding_rowwise" and module is model.get_input_embeddings():
                 embedding = path
@@ -87,17 +102,27 @@ class ShardPlan:
             elif style == "moe_tp_experts":
                 experts.add(path)
                 tensors |= dict(_of_experts(name, path, module, rules))
+            elif style == _LATENT and path in plain:
+                shared[path] = model.config.get_text_config().qk_rope_head_dim
             elif style == _HEADWISE:
                 headwise.add(path)
             elif style not in _NOTHING:
                 raise unsupported(name, f"{path} is to be cut as {style!r}, which is not done", _INSTEAD)
+        cuts_heads = any(
+            cut is Cut.COLWISE and path not in gathered and _attends(model, path)
+            for path, cut in linears.items()
+        )
+        if cuts_heads:
+            _check_heads(model, ranks)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
         for tensor, placement in tensors.items():
             _check_divides(name, tensor, shapes[tensor], placement, ranks)
         rule, attribute = _WIDTHS.get(name, ("", ""))
         widths = tuple((path, attribute) for path, _ in planned_modules(model, {rule: ""}) if attribute)
-        ends = frozenset(gathered), frozenset(experts), embedding
-        return ShardPlan(ranks, linears, *ends, tensors, pieces, frozenset(headwise), widths)
+        return ShardPlan(
+            ranks, linears, frozenset(gathered), frozenset(experts), embedding, tensors, pieces,
+            frozenset(headwise), widths, frozenset(split), shared, cuts_heads,
+        )  # fmt: skip
 
 
 def planned_modules(
@@ -134,6 +159,11 @@ def _of_experts(
         if style not in found or parameter.ndim != 3:
             raise unsupported(name, f"{path}.{tensor} is to be cut as {style!r}, which is not done", _INSTEAD)
         yield f"{path}.{tensor}", found[style]
+
+
+def _attends(model: PreTrainedModel, path: str) -> bool:
+    """Tells whether a linear is attention's, which knows its layer."""
+    return hasattr(model.get_submodule(path.rpartition(".")[0]), "layer_idx")
 
 
 def _check_heads(model: PreTrainedModel, ranks: int) -> None:

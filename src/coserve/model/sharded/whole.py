@@ -87,7 +87,7 @@ class WholeFrame:
     """The `Frame` of a whole base, of which `base` is a rank's part."""
 
     def __init__(self, base: Base, plan: ShardPlan, ranks: Ranks) -> None:
-        self._base, self._count = base, ranks.count
+        self._base, self._count = base, ranks.count if plan.cuts_heads else 1
         self.frozen: FrozenParameters = WholeParameters(base.frozen, base.sites, plan, ranks)
 
     @property

@@ -24,7 +24,7 @@ class AbsentLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return hidden
 
 
-class _AbsentEnd(nn.Module):
+class AbsentEnd(nn.Module):
     """Embeddings or the head. `weight` has the shape of that of the `whole` module, and takes no memory."""
 
     def __init__(self, whole: nn.Module) -> None:
@@ -37,7 +37,7 @@ class _AbsentEnd(nn.Module):
         return torch.zeros(1, dtype=self._dtype).expand(self.shape)
 
 
-class AbsentEmbedding(_AbsentEnd):
+class AbsentEmbedding(AbsentEnd):
     """An embedding of the first stage: it gives numbers that depend on the token, which the proofs alone
     read."""
 
@@ -46,7 +46,7 @@ class AbsentEmbedding(_AbsentEnd):
         return torch.sin((tokens[..., None] + 1) * columns).to(self._dtype)
 
 
-class AbsentHead(_AbsentEnd):
+class AbsentHead(AbsentEnd):
     """The head of the last stage: as many numbers as it has logits."""
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ final norm. Layers that are elsewhere give what they are given while the base is
 own layers, and the whole is their product.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,40 +15,50 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coserve.adapters.bypass import Dense
-from coserve.adapters.sites import FrozenParameters, Modules, Weights, decoder_layers
+from coserve.adapters.sharded import AdapterShards
+from coserve.adapters.sites import CutWeights, FrozenParameters, Modules, Weights, decoder_layers
 from coserve.adapters.staged import StageShards
+from coserve.attention.backend import CacheShape
 from coserve.core.sequence import stage_spans
-from coserve.errors import CoserveError, NotOffered, UnsupportedModel
+from coserve.errors import CoserveError, UnsupportedModel
 from coserve.model.base import Base
-from coserve.model.batch import BatchCell
 from coserve.model.contents import ModelContents
-from coserve.model.frozen import HeldParameters
-from coserve.model.load import adopt, drive, load_model, make_base, usable_device
+from coserve.model.load import adopt, drive, load_model, usable_device
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
-from coserve.model.placing import leave_file, put
+from coserve.model.placing import put
 from coserve.model.refusal import refusing
+from coserve.model.sharded.contents import contents_over_ranks
+from coserve.model.sharded.load import RankCut
+from coserve.model.sharded.plan import ShardPlan
+from coserve.model.sharded.whole import WholeFrame
 from coserve.model.staged.absent import AbsentEmbedding, AbsentHead, AbsentLayer
 from coserve.model.staged.chain import StageChain
-from coserve.parallel.ranks import Ranks
+from coserve.parallel.ranks import RankGrid, Ranks
 
 
 def load_staged(
     model: str | Path,
-    ranks: Ranks,
+    grid: RankGrid,
     dtype: torch.dtype | str = "auto",
     device: str | torch.device = "cpu",
+    quantize: str = "none",
     prove: Callable[[Base], None] = lambda _: None,
 ) -> Base:
-    """Loads the part that one of `ranks` has of a base, as a stage of a pipeline, from a local folder or hub
-    name with files of safetensors. All stages call this together. `prove` is a proof beside the usual one.
-    Raises the errors of `load_base`, and UnsupportedModel for a model that cannot be cut into so many
-    stages."""
+    """Loads the part that one rank of `grid` has of a base, in a stage of a pipeline, from a local folder or
+    hub name with files of safetensors. All ranks call this together. `quantize` is as in `load_base`, and
+    `prove` a proof beside the usual one. Raises the errors of `load_base`, and UnsupportedModel for a model
+    that cannot be cut so."""
     where, contents = usable_device(device), ModelContents(model)
-    stage = StageCut(ranks)
+    stage, shards = StageCut(grid.stages), RankCut(grid.inside, where)
+
+    def cut(model: PreTrainedModel) -> None:
+        stage.take_out(model)
+        shards.cut(model)
+
     with refusing(repr(str(model)), "cannot be loaded"):
-        loaded = load_model(model, dtype, stage.take_out)
+        loaded = load_model(model, dtype, cut)
     with refusing(loaded.config.model_type, "cannot be cut into stages"):
-        return _LoadedStage(stage, ranks, where).base_of(loaded, contents, prove)
+        return _LoadedStage(stage, shards, grid, where).base_of(loaded, contents, quantize, prove)
 
 
 class SpanCut:
@@ -111,42 +121,44 @@ class StageCut(SpanCut):
 
 
 class _LoadedStage:
-    """One stage's model, which is loaded."""
+    """One rank's part of a stage's model, which is loaded."""
 
-    def __init__(self, cut: StageCut, ranks: Ranks, where: torch.device) -> None:
-        self._cut, self._ranks, self._where, self._cell = cut, ranks, where, BatchCell()
+    def __init__(self, cut: StageCut, shards: RankCut, grid: RankGrid, where: torch.device) -> None:
+        self._cut, self._shards, self._grid, self._where = cut, shards, grid, where
 
-    def base_of(self, model: PreTrainedModel, contents: ModelContents, prove: Callable[[Base], None]) -> Base:
+    def base_of(
+        self, model: PreTrainedModel, contents: ModelContents, quantize: str, prove: Callable[[Base], None]
+    ) -> Base:
         """The base of a model whose part is loaded."""
-        layers = adopt(model)
-        found = contents.of(model.state_dict())
-        facts = self._ranks.each((found, linear_paths(model)))
+        layers, grid = adopt(model), self._grid
+        found = contents_over_ranks(model.state_dict(), contents, grid.inside)
+        facts = grid.stages.each((found, linear_paths(model)))
         digests = {name: content for own, _ in facts for name, content in own.items()}
         linears = {path: None for _, own in facts for path in own}
-        fingerprint = fingerprint_of(model.config, digests, list(linears), "none")
-        origin = Origin.of(model, layers, "none", self._where, fingerprint)
-        leave_file(model)
-        if any(tensor.device != self._where for tensor in model.state_dict().values()):
-            model = model.to(device=self._where)
-        base, fault = self._proved(make_base(model, layers, origin, self._cell), prove)
-        told = self._ranks.each((list(base.sites.items()), fault))
-        if fault := next((own for _, own in told if own), ""):
+        fingerprint = fingerprint_of(model.config, digests, list(linears), quantize)
+        origin = Origin.of(model, layers, quantize, self._where, fingerprint)
+        base, fault = self._proved(self._shards.base_of(model, layers, origin), prove)
+        span = self._cut.span
+        caches = (
+            [] if fault else WholeFrame(base, self._shards.plan, grid.inside).caches[span.start : span.stop]
+        )
+        told = grid.every.each((list(base.sites.items()), caches, fault))
+        if fault := next((own for *_, own in told if own), ""):
             raise UnsupportedModel(fault)
         order = {path: place for place, path in enumerate(self._cut.modules.paths)}
-        sites = {path: site for own, _ in told for path, site in own}
+        sites = {path: site for own, *_ in told for path, site in own}
         base.sites = dict(sorted(sites.items(), key=lambda item: order[item[0]]))
         base.modules, base.parameters = self._cut.modules, self._cut.parameters
-        base.shards = StageShards(self._ranks, base.sites, self._cut.span, base.depth)
-        base.frozen = StageParameters(model, base, self._ranks)
-        base.chain = StageChain(base.chain, self._cell, self._cut.span, self._ranks)
+        base.shards = StageShards(grid, base.shards, base.sites, span, base.depth)
+        every = [cache for _, own, _ in told[:: grid.inside.count] for cache in own]
+        base.whole = StagedFrame(base, self._shards.plan, grid, every)
+        base.chain = StageChain(base.chain, self._shards.cell, span, grid.stages)
         return base
 
     def _proved(self, base: Base, prove: Callable[[Base], None]) -> tuple[Base, str]:
         """The base, driven, and why it cannot be one, which all stages are told."""
         try:
             drive(base)
-            if base.mixers:
-                raise UnsupportedModel("the states of its recurrent layers are not cut into stages")
             if base.hands_on or any(block.returns for block in base.chain):
                 raise UnsupportedModel("its layers hand on more than a hidden state, which no stage sends")
             prove(base)
@@ -162,19 +174,48 @@ class _Fault:
     error: CoserveError
 
 
-class StageParameters(FrozenParameters):
-    """Parameters of all stages: the one that has a module reads it for all. All stages ask for the same ones
-    in the same order."""
+class StagedFrame(WholeFrame):
+    """The `Frame` of a whole base, of whose stages `base` is one, or a rank's part of it. `caches` are those
+    of all layers."""
 
-    def __init__(self, model: PreTrainedModel, base: Base, ranks: Ranks) -> None:
-        self._held = HeldParameters(model, base.chain, base.device)
-        self._base, self._ranks = base, ranks
+    def __init__(self, base: Base, plan: ShardPlan, grid: RankGrid, caches: Sequence[CacheShape]) -> None:
+        super().__init__(base, plan, grid.inside)
+        self._caches = caches
+        self.frozen = StageParameters(self.frozen, base.shards, grid.stages)
+
+    @property
+    def caches(self) -> Sequence[CacheShape]:
+        """Keys and values of each layer, of all heads."""
+        return self._caches
+
+
+class _ElsewhereWeights:
+    """Stands for the weights of a linear that is in another stage."""
+
+    bias = None
+
+    def row_norms(self) -> Tensor:
+        raise AssertionError("its stage computes them, for all")
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("its stage computes them")
+
+
+class StageParameters(FrozenParameters):
+    """Parameters of all stages: the one that has a module reads it, by its `own`, for all. All stages ask for
+    the same ones in the same order."""
+
+    def __init__(self, own: FrozenParameters, shards: AdapterShards, ranks: Ranks) -> None:
+        self._held, self._shards, self._ranks = own, shards, ranks
 
     def weights(self, path: str) -> Weights:
-        raise NotOffered(
-            f"{path}: methods that compute with the base's weights (DoRA) are not offered with "
-            "engine.pipeline_parallel"
-        )
+        own = self._held.weights(path) if self._shards.has(path) else _ElsewhereWeights()
+
+        def norms() -> Tensor:
+            found: Tensor = self._everywhere(path, lambda _: own.row_norms())
+            return found
+
+        return CutWeights(own, norms)
 
     def bias(self, path: str) -> Tensor | None:
         found: Tensor | None = self._everywhere(path, self._held.bias)
@@ -188,13 +229,19 @@ class StageParameters(FrozenParameters):
         found: Tensor = self._everywhere(path, self._held.gain)
         return found
 
+    def rounded(self, path: str, weight: Tensor) -> Tensor:
+        found: Tensor = self._everywhere(path, lambda _: self._held.rounded(path, weight))
+        return found
+
     def embedded(self, tokens: Tensor) -> Tensor:
-        raise NotOffered("a prompt of words: not offered with engine.pipeline_parallel")
+        own = None if self._ranks.number else self._held.embedded(tokens)
+        found: Tensor = self._ranks.each(own)[0]
+        return found
 
     def _everywhere(self, path: str, read: Callable[[str], Any]) -> Any:
         """The value that the stage reads which has the module at `path`, for all stages."""
         value: Any = None
-        if self._base.shards.has(path):
+        if self._shards.has(path):
             try:
                 value = read(path)
             except CoserveError as error:

@@ -224,7 +224,7 @@ class Supervisor:
         """Keeps one standby engine running, until cancelled."""
         record = Restarts(self._policy)
         *command, module = self._commands.standby
-        if (ranks := self._settings.engine.tensor_parallel) > 1:
+        if (ranks := self._settings.engine.ranks) > 1:
             command.append(f"{RANKS}{ranks}")
         while True:
             self._spare = spare = await self._spawn("standby engine", [*command, module])
