@@ -85,9 +85,7 @@ def import_adapter(
         _send(server, found.folder, named, came, as_json)
 
 
-def _send(
-    server: ServerOptions, path: Path, name: str, came: dict[str, str | None], as_json: bool
-) -> None:
+def _send(server: ServerOptions, path: Path, name: str, came: dict[str, str | None], as_json: bool) -> None:
     """Sends a folder to the server; says where it `came` from."""
     from coserve.cli.output import print_json
 

@@ -173,10 +173,9 @@ def unfolded(command: Callable[..., None]) -> Callable[..., None]:
     own = {name: (one.default, hints[name]) for name, one in names.items() if name not in groups}
     for group in groups.values():
         types = get_type_hints(group, include_extras=True)
-        own |= {
-            field.name: (inspect.Parameter.empty if field.default is MISSING else field.default, types[field.name])
-            for field in fields(group)
-        }
+        for field in fields(group):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            own[field.name] = default, types[field.name]
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
         for name, (default, hint) in own.items()

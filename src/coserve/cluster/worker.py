@@ -44,8 +44,8 @@ _KEEPS_INPUTS = (
 
 
 class ElsewhereCache(BatchedBackend):
-    """Pages that are on workers, by the numbers that they have here. Of a base without layers nothing is here:
-    the pages of this backend are empty, and no layer attends."""
+    """Pages that are on workers, by the numbers that they have here. The base has no layers here, so the
+    pages of this backend are empty, and nothing attends."""
 
     front: ClusterFront | None = None  # once the worker is there
 

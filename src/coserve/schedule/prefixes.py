@@ -14,8 +14,10 @@ Version keys must never be reused for other weights (`AdapterBank.next_version` 
 with them can be found until they are reused.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from coserve.core.plan import InferenceSegment, Prefix, StateMove
 from coserve.core.request import Request
@@ -23,9 +25,9 @@ from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.cost import CostModel
 from coserve.schedule.kept_states import KeptStates, is_kept, next_cut
-from coserve.schedule.naming import page_name, root, virtual_names
-from coserve.schedule.swapped_prefixes import SwappedPrefixes
-from coserve.schedule.swapping import Swapping
+from coserve.schedule.swapping import SwappedPrefixes, Swapping
+
+_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,3 +329,25 @@ class Prefixes:
             before = names[-1] if names else root(sequence.request)
             names.append(page_name(before, sequence.tokens(start, end - start)))
         return names[index]
+
+
+def root(request: Request) -> bytes:
+    """The name before a request's first own page."""
+    digest = blake2b(digest_size=_BYTES)
+    chain = "" if request.of_base else request.adapter or ""
+    for part in (request.scope or "", request.base, chain, str(request.virtual)):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little"))  # or "ab", "c" would be "a", "bc"
+        digest.update(encoded)
+    return digest.digest()
+
+
+def page_name(before: bytes, tokens: Iterable[int]) -> bytes:
+    """The name of a page with these tokens that follows the page named `before`."""
+    return blake2b(before + array("q", tokens).tobytes(), digest_size=_BYTES).digest()
+
+
+def virtual_names(request: Request, pages: int) -> list[tuple[str, str, int]]:
+    """Names of the pages of the virtual tokens that a request's adapter version has."""
+    assert request.adapter is not None, "virtual tokens are an adapter's"
+    return [("virtual", request.adapter, index) for index in range(pages)]
