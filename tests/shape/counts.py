@@ -29,9 +29,9 @@ REQUESTS: Final = (
     "SequenceState",
     "Completion",
 )
-# Classes that carry one fine-tuning job from a route to the device, but for messages about it and replies.
+# Classes that carry one fine-tuning job from a route to the device, but for messages about it and replies, and
+# for bodies of dialects.
 JOBS: Final = (
-    "JobRequest",
     "AskedJob",
     "JobRecord",
     "JobSpec",

@@ -54,7 +54,7 @@ from coserve.wire.messages import Command, Drain, FurtherBase, Hello
 
 # Seconds for which a step may wait. A step of answers alone takes 3 to 50 ms, so a burst of commands makes
 # others' tokens at most some times slower, whatever its length.
-MOST: Final = 0.02
+MOST_INTAKE: Final = 0.02
 _UNSEEN: Final = 0.005  # seconds that a kind of work is expected to take which has not been seen
 _NEWEST: Final = 0.25  # weight of the newest measurement in a kind's mean
 # Seconds for which a thread that reads training data keeps the interpreter from a step. With Python's default
@@ -73,7 +73,7 @@ class Intake:
     """Tells how much work fits between two steps, by what each kind of it has taken. One piece always
     does."""
 
-    def __init__(self, most: float = MOST, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: float = MOST_INTAKE, clock: Callable[[], float] = time.monotonic) -> None:
         self._most, self._clock = most, clock
         self._expected: dict[str, float] = {}  # seconds, by kind
         self._spent: float | None = None  # in this turn; None before the first piece

@@ -3,7 +3,7 @@
 Two kinds of tokens are shared. *Virtual tokens* belong to an adapter version; its first sequence fills them.
 *Found tokens* are a sequence's first ones that were computed before: in another prompt, in an answer that the
 prompt continues, or in the sequence itself before it lost its pages. Sequences share full pages of either
-kind. What is no longer on the device may be found in the second tier (`schedule.swapped_prefixes`).
+kind. What is no longer on the device may be found in the second tier (`schedule.swapping`).
 
 A sequence's own tokens need not start at a page boundary: virtual tokens may fill half a page, and the last
 token of a fully found prompt is computed again for its logits. A page with a name is never written. So the

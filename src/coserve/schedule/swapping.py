@@ -2,7 +2,7 @@
 
 As vLLM's swapping, and Symbiosis' caches elsewhere (3.4), but chosen anew for each preemption, by the
 predicted seconds of computing the tokens again and those of writing and reading their pages. Pages of
-prefixes (`schedule.swapped_prefixes`) take the room that is left.
+prefixes (`SwappedPrefixes`) take the room that is left.
 """
 
 from collections.abc import Hashable, Iterable

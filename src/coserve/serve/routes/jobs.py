@@ -26,6 +26,7 @@ from coserve.serve.http.idempotency import KEYED
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.pages import page_reply
 from coserve.serve.routes.files import find_file
+from coserve.serve.routes.job_bodies import checkpoint_interval, configuration_of, method_used, recipe_of
 from coserve.serve.schema.common import MOST_METADATA
 from coserve.serve.schema.jobs import (
     MOST_SEED,
@@ -41,15 +42,8 @@ from coserve.serve.schema.jobs import (
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Tenant
-from coserve.serve.training.configuration import configuration_of
 from coserve.serve.training.origins import origins_of
-from coserve.serve.training.recipe import (
-    checkpoint_interval,
-    method_used,
-    of_engine,
-    recipe_of,
-    spec_of,
-)
+from coserve.serve.training.specs import of_engine, spec_of
 from coserve.serve.training.told import told_preview
 from coserve.train.grading.asking import models_asked
 from coserve.train.objectives import Reinforcement, objective_of

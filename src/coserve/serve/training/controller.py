@@ -37,8 +37,8 @@ from coserve.serve.store.records import Adapter, File, JobRecord, NewsMark
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
 from coserve.serve.training.origins import artifacts_are_here, bring_artifacts, drop_origins
-from coserve.serve.training.recipe import best_checkpoint, spec_of
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
+from coserve.serve.training.specs import best_checkpoint, spec_of
 from coserve.wire.messages import (
     Fault,
     Hello,
