@@ -162,7 +162,7 @@ def simulate(
     from coserve.simulate.loads import SimulatedLoad, TrainingLoad
     from coserve.simulate.models import model_shape
     from coserve.simulate.runs import FleetSettings
-    from coserve.workload.mixes import ServedAdapters
+    from coserve.workload.requests import ServedAdapters
     from coserve.workload.trace_formats import read_trace
 
     choices = read_settings(setting or [])

@@ -14,7 +14,7 @@ from coserve.simulate.models import model_shape
 from coserve.simulate.runs import USED, FleetSettings, Simulator
 from coserve.simulate.sweep import compare, figures_of, sweep
 from coserve.simulate.tracing import PerfettoTrace
-from coserve.workload.mixes import ServedAdapters
+from coserve.workload.requests import ServedAdapters
 from coserve.workload.shapes import shape_named
 from coserve.workload.trace_formats import BLOCK, TraceRow
 
