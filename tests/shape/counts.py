@@ -29,8 +29,8 @@ REQUESTS: Final = (
     "SequenceState",
     "Completion",
 )
-# Classes that carry one fine-tuning job from a route to the device, but for messages about it and replies, and
-# for bodies of dialects.
+# Classes that carry one fine-tuning job from a route to the device, but for messages about it, replies, and
+# bodies of dialects.
 JOBS: Final = (
     "AskedJob",
     "JobRecord",
