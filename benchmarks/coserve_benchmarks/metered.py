@@ -15,8 +15,14 @@ from coserve.simulate.intervals import percentile
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import MachineSettings
 from coserve.simulate.replay import LoadResult, replay
-from coserve.workload.mixes import ENDLESS
-from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, poisson_requests
+from coserve.workload.requests import (
+    ENDLESS,
+    TimedJob,
+    TimedRequest,
+    Workload,
+    fixed_prompts,
+    poisson_requests,
+)
 from coserve_benchmarks.gpu.sizes import GpuSizes
 from coserve_benchmarks.gpu_times import GpuTimes
 from coserve_benchmarks.metered_machine import MeteredMachine

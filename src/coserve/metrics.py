@@ -85,16 +85,16 @@ class Metrics:
             "slo_attainment",
             "Answers within all bounds, of those that ended: slo_met of slo_met and slo_missed.",
         )
-        self.slo_met = MirroredCounter(self._counter("slo_met", "Answers within all bounds."))
-        self.slo_missed = MirroredCounter(self._counter("slo_missed", "Answers beyond a bound."))
+        self.slo_met = self._mirrored("slo_met", "Answers within all bounds.")
+        self.slo_missed = self._mirrored("slo_missed", "Answers beyond a bound.")
         self.slowdown = self._gauge(
             "slowdown_ratio", "Time of the newest 256 answers, over what it would be without training."
         )
-        self.answer_seconds = MirroredCounter(
-            self._counter("answer_seconds", "Of answers that ended, from arrival to the last token.")
+        self.answer_seconds = self._mirrored(
+            "answer_seconds", "Of answers that ended, from arrival to the last token."
         )
-        self.answer_deferred_seconds = MirroredCounter(
-            self._counter("answer_deferred_seconds", "Of these seconds, those that training took.")
+        self.answer_deferred_seconds = self._mirrored(
+            "answer_deferred_seconds", "Of these seconds, those that training took."
         )
         self.cost_model_error = self._gauge(
             "cost_model_error_ratio", "Mean relative error of predicted step times."
@@ -116,12 +116,10 @@ class Metrics:
             "process_resident_bytes", "Bytes of the server's processes in memory.", ("process",)
         )
         self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Part of the cache in use; 1 is all.")
-        self.prefix_cache_queries = MirroredCounter(
-            self._counter("prefix_cache_queries", "Prompt tokens looked for in the cache.")
+        self.prefix_cache_queries = self._mirrored(
+            "prefix_cache_queries", "Prompt tokens looked for in the cache."
         )
-        self.prefix_cache_hits = MirroredCounter(
-            self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
-        )
+        self.prefix_cache_hits = self._mirrored("prefix_cache_hits", "Prompt tokens found in the cache.")
         self._make_adapters()
         self.engine_up = self._gauge("engine_up", "1 while the engine is connected and gives signs of life.")
         self.weights_unreadable = self._gauge(
@@ -136,65 +134,62 @@ class Metrics:
         self.engine_load_seconds = self._gauge(
             "engine_load_seconds", "What the engine took to load its model and to measure it."
         )
-        self.engine_steps = MirroredCounter(self._counter("engine_steps", "Steps of the engine."))
-        self.engine_fused_steps = MirroredCounter(
-            self._counter("engine_fused_steps", "Steps that answered and trained.")
-        )
-        self.num_preemptions = MirroredCounter(
-            self._counter("num_preemptions", "Sequences that lost their pages for want of some.")
+        self.engine_steps = self._mirrored("engine_steps", "Steps of the engine.")
+        self.engine_fused_steps = self._mirrored("engine_fused_steps", "Steps that answered and trained.")
+        self.num_preemptions = self._mirrored(
+            "num_preemptions", "Sequences that lost their pages for want of some."
         )
         self._make_swaps()
 
     def _make_swaps(self) -> None:
-        self.swapped_out_pages = MirroredCounter(
-            self._counter("swapped_out_pages", "Pages of those and of prefixes written to the second tier.")
+        self.swapped_out_pages = self._mirrored(
+            "swapped_out_pages", "Pages of those and of prefixes written to the second tier."
         )
-        self.swapped_in_pages = MirroredCounter(
-            self._counter("swapped_in_pages", "Pages read from there instead of computed again.")
+        self.swapped_in_pages = self._mirrored(
+            "swapped_in_pages", "Pages read from there instead of computed again."
         )
-        self.prefix_pages_swapped_out = MirroredCounter(
-            self._counter("prefix_pages_swapped_out", "Cached pages written there when evicted.")
+        self.prefix_pages_swapped_out = self._mirrored(
+            "prefix_pages_swapped_out", "Cached pages written there when evicted."
         )
-        self.prefix_pages_swapped_in = MirroredCounter(
-            self._counter("prefix_pages_swapped_in", "Pages of prompts found there.")
+        self.prefix_pages_swapped_in = self._mirrored(
+            "prefix_pages_swapped_in", "Pages of prompts found there."
         )
-        self.swap_failures = MirroredCounter(
-            self._counter("swap_failures", "Copies of pages that could not be written or read.")
+        self.swap_failures = self._mirrored(
+            "swap_failures", "Copies of pages that could not be written or read."
         )
         self.swap_usage = self._gauge("swap_usage_perc", "Part of the second tier in use; 1 is all.")
         self.offload_usage = self._gauge(
             "offload_usage_perc", "Part of the second tier with prompts longer than the cache; 1 is all."
         )
-        self.offloaded_read = MirroredCounter(
-            self._counter("offloaded_read_bytes", "Keys and values of such prompts that steps have read.")
+        self.offloaded_read = self._mirrored(
+            "offloaded_read_bytes", "Keys and values of such prompts that steps have read."
         )
-        self.offload_failures = MirroredCounter(
-            self._counter("offload_failures", "Such prompts whose keys and values were lost.")
+        self.offload_failures = self._mirrored(
+            "offload_failures", "Such prompts whose keys and values were lost."
         )
-        self.recomputed_tokens = MirroredCounter(
-            self._counter("recomputed_tokens", "Tokens that passed the model again after a preemption.")
+        self.recomputed_tokens = self._mirrored(
+            "recomputed_tokens", "Tokens that passed the model again after a preemption."
         )
 
     def _make_adapters(self) -> None:
         self.adapters_known = self._gauge("adapters_known", "Adapters that can be brought in from disk.")
         self.adapters_in_memory = self._gauge("adapters_in_memory", "Adapter versions in memory.")
-        self.adapter_hits = MirroredCounter(
-            self._counter("adapter_hits", "Requests whose adapter was in memory when they came.")
+        self.adapter_hits = self._mirrored(
+            "adapter_hits", "Requests whose adapter was in memory when they came."
         )
-        self.adapter_misses = MirroredCounter(
-            self._counter("adapter_misses", "Requests that waited for theirs.")
-        )
-        self.adapter_loads = MirroredCounter(self._counter("adapter_loads", "Adapters brought into memory."))
-        self.adapter_loaded_bytes = MirroredCounter(self._counter("adapter_loaded_bytes", "Bytes of these."))
-        self.adapter_evictions = MirroredCounter(
-            self._counter("adapter_evictions", "Adapters dropped for others.")
-        )
+        self.adapter_misses = self._mirrored("adapter_misses", "Requests that waited for theirs.")
+        self.adapter_loads = self._mirrored("adapter_loads", "Adapters brought into memory.")
+        self.adapter_loaded_bytes = self._mirrored("adapter_loaded_bytes", "Bytes of these.")
+        self.adapter_evictions = self._mirrored("adapter_evictions", "Adapters dropped for others.")
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         return Gauge(f"coserve_{name}", text, labels, registry=self.registry)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"coserve_{name}", text, labels, registry=self.registry)
+
+    def _mirrored(self, name: str, text: str) -> MirroredCounter:
+        return MirroredCounter(self._counter(name, text))
 
     def _times(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"coserve_{name}", text, _MODEL, buckets=buckets, registry=self.registry)

@@ -51,6 +51,7 @@ def schema(address: str) -> Any:
     return schemathesis.openapi.from_url(f"{address}/openapi.json")
 
 
+@pytest.mark.sample(1)  # right or wrong requests
 @pytest.mark.parametrize("examples", [4, pytest.param(25, marks=pytest.mark.slow)])  # of each operation
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
 def test_requests_made_from_the_document_do_no_harm(schema: Any, mode: GenerationMode, examples: int) -> None:

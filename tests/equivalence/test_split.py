@@ -17,10 +17,10 @@ from coserve.split.address import Address
 from coserve.split.attach import attach
 from coserve.split.channel import Transport
 from coserve.split.executor import BaseExecutor, BaseLinears
-from coserve.split.in_process import InProcess
 from coserve.split.service import SplitService
 from coserve.split.transport import SocketTransport
 from models import tiny
+from split_in_process import InProcess
 from split_served import drawn_ids, gradients
 
 KINDS = ("llama", "gpt2", "gemma2", "mixtral")  # over shared memory

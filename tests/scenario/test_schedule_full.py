@@ -10,8 +10,8 @@ from coserve.core.request import SLO
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import SimulatedMachine
 from coserve.simulate.replay import LoadResult, replay
-from coserve.workload.mixes import ServedAdapters, WorkloadSettings
-from coserve.workload.requests import TimedJob, TimedRequest, Workload, training_tokens
+from coserve.workload.requests import ServedAdapters, TimedJob, TimedRequest, Workload, training_tokens
+from coserve_benchmarks.mixes import WorkloadSettings
 from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.contest import own_bounds
 from coserve_benchmarks.simulated import weighted_machine

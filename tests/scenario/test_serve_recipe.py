@@ -3,8 +3,8 @@
 import pytest
 
 from coserve import Engine, EngineConfig, SamplingParams, TrainingConfig, tiny
+from coserve.serve.routes.job_bodies import recipe_of
 from coserve.serve.schema.jobs import JobRequest
-from coserve.serve.training.recipe import recipe_of
 from coserve.tiny import newtasks
 
 EXAMPLES, ASKED = 34, 6

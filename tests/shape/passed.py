@@ -42,7 +42,7 @@ STEP: Final = {"StepPlan", "BasePlan", "StepResult", "BaseResult", "Tensor"}
 PROMPT: Final = STEP | {*REQUESTS, "ChatRequest", "InferenceSegment", "Sampled", "TokenEvent", "Token"}
 PROMPT |= {"AnswerPiece"}
 EXAMPLE: Final = STEP | {*JOBS, "MicroBatch", "MicroBatchStart", "TrainingSegment", "OptimStep", "Updated"}
-EXAMPLE |= {"Example", "Prepared", "JobStep", "StepDone"}
+EXAMPLE |= {"JobRequest", "Example", "Prepared", "JobStep", "StepDone"}
 LESSON: Final = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 SECONDS: Final = 120.0
 

@@ -68,7 +68,9 @@ TRACKERS = {f"coserve.serve.reporting.{name}" for name in REPORTERS}
 
 # Routes translate bodies into calls and answers out of them; nothing behind them knows a dialect.
 DIALECTS = tuple(f"coserve.serve.{room}" for room in ("routes", "schema", "tinker", "anthropic", "responses"))
-BEHIND = ("coserve.serve.answering", "coserve.serve.engine")
+BEHIND = tuple(
+    f"coserve.serve.{room}" for room in ("answering", "engine", "training", "adapter_registry", "store")
+)
 
 
 def room_of(module: str) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 
 from coserve.core.request import Request
 from coserve.engine.engine import Engine
-from coserve.schedule.naming import page_name, root
+from coserve.schedule.prefixes import page_name, root
 from coserve.workload.requests import Tokens, greedy
 from coserve_benchmarks.memory.eight_bits import measure_eight_bits
 from coserve_benchmarks.ours import Bench, make_engine

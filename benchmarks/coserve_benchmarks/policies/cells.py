@@ -15,8 +15,8 @@ import numpy as np
 from coserve.core.request import SLO
 from coserve.simulate.intervals import interval, percentile, share_interval
 from coserve.simulate.replay import LoadResult, replay
-from coserve.workload.mixes import ServedAdapters, TrainingSpec, WorkloadSettings
-from coserve.workload.requests import Workload
+from coserve.workload.requests import ServedAdapters, Workload
+from coserve_benchmarks.mixes import TrainingSpec, WorkloadSettings
 from coserve_benchmarks.policies import papers, traffic
 from coserve_benchmarks.policies.contest import Contest, Judge
 from coserve_benchmarks.policies.fitted import ROOM, Alone, FittedTraffic, Make, pushed_out

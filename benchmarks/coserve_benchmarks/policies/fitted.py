@@ -10,9 +10,9 @@ from typing import Final
 from coserve.core.request import SLO
 from coserve.simulate.intervals import percentile
 from coserve.simulate.replay import LoadResult
-from coserve.workload.mixes import ServedAdapters, WorkloadSettings
-from coserve.workload.requests import Tokens, Workload
+from coserve.workload.requests import ServedAdapters, Tokens, Workload
 from coserve.workload.trace_formats import TraceRow
+from coserve_benchmarks.mixes import WorkloadSettings
 from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.contest import OURS, Contest, Judge, own_bounds
 from coserve_benchmarks.policies.mixed import describe_bounds

@@ -8,8 +8,8 @@ import torch
 
 from coserve.core.request import SLO
 from coserve.simulate.intervals import percentile
-from coserve.workload.mixes import TrainingSpec
 from coserve.workload.requests import Workload
+from coserve_benchmarks.mixes import TrainingSpec
 from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.contest import OURS, Contest, within
 from coserve_benchmarks.policies.rounds import ContestRunner

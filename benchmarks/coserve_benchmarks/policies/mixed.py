@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
-from coserve.workload.mixes import ServedAdapters, TrainingSpec, WorkloadSettings, make_job, make_requests
-from coserve.workload.requests import Workload
+from coserve.workload.requests import ServedAdapters, Workload
 from coserve.workload.trace_formats import TraceRow
+from coserve_benchmarks.mixes import TrainingSpec, WorkloadSettings, make_job, make_requests
 
 
 @dataclass(frozen=True, slots=True)

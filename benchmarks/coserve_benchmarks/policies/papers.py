@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from coserve.core.request import SLO
 from coserve.simulate.intervals import share_interval
-from coserve.workload.mixes import ServedAdapters, TrainingSpec
-from coserve.workload.requests import Workload
+from coserve.workload.requests import ServedAdapters, Workload
+from coserve_benchmarks.mixes import TrainingSpec
 from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.contest import ISOLATED, OURS, Contest, attained, own_bounds, within
 from coserve_benchmarks.policies.fitted import EVERYWHERE, SOME

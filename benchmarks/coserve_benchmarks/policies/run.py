@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from coserve.errors import ConfigError
-from coserve.workload.mixes import TrainingSpec
-from coserve.workload.prompts import encode_prompts, read_prompts, word_tokenizer
+from coserve.workload.prompts import read_prompts
 from coserve.workload.trace_formats import read_trace
 from coserve_benchmarks.groups import begin, run_groups
+from coserve_benchmarks.mixes import TrainingSpec, encode_prompts, word_tokenizer
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import instead, papers, switching
 from coserve_benchmarks.policies.contest import OURS, PROMISED

@@ -10,10 +10,9 @@ from typing import Final
 
 from coserve.core.request import SLO
 from coserve.workload.arrivals import gamma_times, poisson_times, spread_times, steady_times
-from coserve.workload.mixes import ServedAdapters, TrainingSpec, WorkloadSettings, make_job, make_requests
-from coserve.workload.requests import Workload
+from coserve.workload.requests import ServedAdapters, Workload
 from coserve.workload.trace_formats import TraceRow
-from coserve.workload.traces import trace_part
+from coserve_benchmarks.mixes import TrainingSpec, WorkloadSettings, make_job, make_requests, trace_part
 from coserve_benchmarks.policies.mixed import (
     Tier,
     assign_tiers,

@@ -5,8 +5,8 @@ from typing import Final
 
 from coserve.core.request import SLO
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
-from coserve.simulate.outcome import RunFigures, figures_of
 from coserve.simulate.runs import FleetSettings, Simulator
+from coserve.simulate.sweep import RunFigures, figures_of
 from coserve.workload.shapes import shape_named
 
 LOAD: Final = SimulatedLoad(

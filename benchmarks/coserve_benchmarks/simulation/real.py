@@ -25,8 +25,8 @@ from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import MachineSettings, SimulatedMachine
 from coserve.simulate.replay import LoadResult, replay
 from coserve.simulate.times import WeightedTimes
-from coserve.workload.mixes import TrainingSpec, WorkloadSettings
 from coserve.workload.requests import Workload
+from coserve_benchmarks.mixes import TrainingSpec, WorkloadSettings
 from coserve_benchmarks.ours import CACHE_TOKENS, Bench
 from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.testbed import EngineTestbed, patience_for

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from coserve.core.request import SLO
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
-from coserve.simulate.outcome import figures_of
 from coserve.simulate.runs import FleetSettings, Simulator
-from coserve.workload.mixes import ServedAdapters
+from coserve.simulate.sweep import figures_of
+from coserve.workload.requests import ServedAdapters
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench

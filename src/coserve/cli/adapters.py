@@ -11,23 +11,32 @@ import typer
 
 from coserve.adapters.folder import CONFIG, WEIGHTS, unreadable
 from coserve.cli.complete import complete_adapters
-from coserve.cli.options import AdapterName, ApiKey, AsJson, ListsAlone, Url, connect
+from coserve.cli.options import AdapterName, AsJson, ListsAlone, ServerOptions, unfolded
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from coserve.cli.client import Client
 
 app = typer.Typer(help="Adapters; alone it lists them.", cls=ListsAlone)
+LocalAdapter = Annotated[
+    str,
+    typer.Argument(
+        help="A PEFT adapter's folder, or the name of one on the server.",
+        autocompletion=complete_adapters,
+    ),
+]
+BaseModel = Annotated[
+    str | None, typer.Option(help="Folder or hub name of the base; the embedded one by default.")
+]
 
 
 @app.command("list")
-def list_adapters(
-    context: typer.Context, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
-) -> None:
+@unfolded
+def list_adapters(server: ServerOptions, as_json: AsJson = False) -> None:
     """The adapters that you may use. Checkpoints of jobs are listed by `coserve jobs checkpoints`."""
     from coserve.cli.output import moment, print_json, print_table
 
-    with connect(context, url, api_key) as client:
+    with server.connect() as client:
         found = [model for model in client.get("/v1/models")["data"] if model.get("parent")]
     if as_json:
         return print_json(found)
@@ -39,8 +48,9 @@ def list_adapters(
 
 
 @app.command("import")
+@unfolded
 def import_adapter(
-    context: typer.Context,
+    server: ServerOptions,
     source: Annotated[
         str,
         typer.Argument(
@@ -55,8 +65,6 @@ def import_adapter(
         str | None, typer.Option("--sha256", help="Refuse other weights: the SHA-256 of their file.")
     ] = None,
     as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
 ) -> None:
     """Copies a PEFT adapter to the server, where it stays. Only its JSON and its safetensors are sent. One
     from elsewhere is fetched by this command first, with your own access; a .bin file is rewritten as
@@ -71,23 +79,15 @@ def import_adapter(
             raise ConfigError("--sha256 is for adapters from elsewhere")
         own = path.resolve()
         named = name or (own.stem if _is_archive(path) else own.name)
-        return _send(context, path, named, {}, as_json, url, api_key)
+        return _send(server, path, named, {}, as_json)
     with tempfile.TemporaryDirectory(prefix="coserve-adapter-") as scratch:
         found = fetch_adapter(source, Path(scratch, "adapter"), sha256)
         came = {"source": source, "sha256": found.sha256, "revision": found.revision}
         named = name or source.rstrip("/").rpartition("/")[2].partition("@")[0]
-        _send(context, found.folder, named, came, as_json, url, api_key)
+        _send(server, found.folder, named, came, as_json)
 
 
-def _send(
-    context: typer.Context,
-    path: Path,
-    name: str,
-    came: dict[str, str | None],
-    as_json: bool,
-    url: str | None,
-    api_key: str | None,
-) -> None:
+def _send(server: ServerOptions, path: Path, name: str, came: dict[str, str | None], as_json: bool) -> None:
     """Sends a folder, or a zip file of one, to the server; says where it `came` from."""
     from coserve.cli.output import print_json
 
@@ -97,7 +97,7 @@ def _send(
     for file in files.values():
         if not file.is_file():
             raise unreadable(file, f"there is no {file.name}; a PEFT adapter's folder is needed")
-    with connect(context, url, api_key) as client:
+    with server.connect() as client:
         found = client.upload("/v1/adapters", {"name": name}, files)
     if as_json:
         return print_json(found | came)
@@ -128,22 +128,21 @@ def convert(
 
 
 @app.command()
+@unfolded
 def export(
-    context: typer.Context,
+    server: ServerOptions,
     name: AdapterName,
     to: Annotated[
         Path, typer.Argument(help="Folder to write, which must not exist or be empty; or a new .zip file.")
     ],
     as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
 ) -> None:
     """Downloads an adapter or a checkpoint in PEFT's format, into a folder or a zip file."""
     from coserve.cli.client import in_path
     from coserve.cli.output import print_json
 
     _check_empty(to)
-    with connect(context, url, api_key) as client:
+    with server.connect() as client:
         if to.suffix.lower() == ".zip":
             size = client.download(f"/v1/adapters/{in_path(name)}/archive", to)
         else:
@@ -154,13 +153,12 @@ def export(
 
 
 @app.command()
+@unfolded
 def delete(
-    context: typer.Context,
+    server: ServerOptions,
     name: AdapterName,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
 ) -> None:
     """Deletes an adapter from the server for good, once the answers that use it have ended."""
     from coserve.cli.client import in_path
@@ -168,7 +166,7 @@ def delete(
 
     if not yes:
         typer.confirm(f"Delete {name} for good?", abort=True, err=True)
-    with connect(context, url, api_key) as client:
+    with server.connect() as client:
         found = client.delete(f"/v1/models/{in_path(name)}")
     if as_json:
         return print_json(found)
@@ -177,17 +175,12 @@ def delete(
 
 def _add_pin(verb: str, send: Callable[["Client", str], dict[str, Any]], help: str) -> None:
     @app.command(verb, help=help)
-    def tell(
-        context: typer.Context,
-        name: AdapterName,
-        as_json: AsJson = False,
-        url: Url = None,
-        api_key: ApiKey = None,
-    ) -> None:
+    @unfolded
+    def tell(server: ServerOptions, name: AdapterName, as_json: AsJson = False) -> None:
         from coserve.cli.client import in_path
         from coserve.cli.output import print_json
 
-        with connect(context, url, api_key) as client:
+        with server.connect() as client:
             found = send(client, f"/v1/adapters/{in_path(name)}/pin")
         if as_json:
             return print_json(found)
@@ -207,90 +200,58 @@ _add_pin(
 
 
 @app.command()
+@unfolded
 def merge(
-    adapter: Annotated[
-        str,
-        typer.Argument(
-            help="A PEFT adapter's folder, or the name of one on the server.",
-            autocompletion=complete_adapters,
-        ),
-    ],
+    adapter: LocalAdapter,
     to: Annotated[Path, typer.Argument(help="Folder for the model; it must not exist, or be empty.")],
-    context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option(help="Folder or hub name of the base; the embedded one by default.")
-    ] = None,
-    url: Url = None,
-    api_key: ApiKey = None,
+    server: ServerOptions,
+    model: BaseModel = None,
 ) -> None:
     """Adds an adapter to its base's weights and writes a model of its own. Needs no server for a folder."""
-    from coserve import tiny
-
     _check_empty(to)
-    with _local_folder(context, adapter, url, api_key) as folder:
+    with _local_folder(server, adapter) as folder:
         from coserve.adapters.merge import merge_adapter
 
-        merge_adapter(model or str(tiny.path()), folder, to)
+        merge_adapter(_base_of(model), folder, to)
     print(f"merged into {to}\n  coserve serve {to}")
 
 
 @app.command()
+@unfolded
 def gguf(
-    adapter: Annotated[
-        str,
-        typer.Argument(
-            help="A PEFT adapter's folder, or the name of one on the server.",
-            autocompletion=complete_adapters,
-        ),
-    ],
+    adapter: LocalAdapter,
     to: Annotated[Path, typer.Argument(help="File to write; it must not exist.")],
-    context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option(help="Folder or hub name of the base; the embedded one by default.")
-    ] = None,
-    url: Url = None,
-    api_key: ApiKey = None,
+    server: ServerOptions,
+    model: BaseModel = None,
 ) -> None:
     """Writes a LoRA adapter as GGUF, for llama.cpp. Of the base only its configuration is read. Needs
     no server for a folder."""
-    from coserve import tiny
-
-    with _local_folder(context, adapter, url, api_key) as folder:
+    with _local_folder(server, adapter) as folder:
         from coserve.adapters.gguf_file import write_gguf
         from coserve.model.foreign import read_config
 
-        count = write_gguf(folder, read_config(model or str(tiny.path())), to)
+        count = write_gguf(folder, read_config(_base_of(model)), to)
     print(f"wrote {count} tensors to {to}\n  llama-cli -m base.gguf --lora {to}")
 
 
 @app.command()
+@unfolded
 def check(
-    adapter: Annotated[
-        str,
-        typer.Argument(
-            help="A PEFT adapter's folder, or the name of one on the server.",
-            autocompletion=complete_adapters,
-        ),
-    ],
-    context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option(help="Folder or hub name of the base; the embedded one by default.")
-    ] = None,
+    adapter: LocalAdapter,
+    server: ServerOptions,
+    model: BaseModel = None,
     as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
 ) -> None:
     """Looks whether coserve can load an adapter, and whether PEFT and vLLM read it alike; exit status 1 where
     one does not."""
     import dataclasses
 
-    from coserve import tiny
     from coserve.cli.output import print_json
 
-    with _local_folder(context, adapter, url, api_key) as folder:
+    with _local_folder(server, adapter) as folder:
         from coserve.adapters.elsewhere import check_adapter
 
-        reports = check_adapter(folder, model or str(tiny.path()))
+        reports = check_adapter(folder, _base_of(model))
     if as_json:
         print_json([dataclasses.asdict(report) for report in reports])
     else:
@@ -309,10 +270,8 @@ def _place(model: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _local_folder(context: typer.Context, adapter: str, url: str | None, key: str | None) -> Iterator[Path]:
+def _local_folder(server: ServerOptions, adapter: str) -> Iterator[Path]:
     """The folder of an adapter: the given one, or a temporary one with the files of the server's."""
-    import tempfile
-
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
@@ -323,9 +282,15 @@ def _local_folder(context: typer.Context, adapter: str, url: str | None, key: st
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "adapter")
-        with connect(context, url, key) as client:
+        with server.connect() as client:
             _download(client, adapter, folder)
         yield folder
+
+
+def _base_of(model: str | None) -> str:
+    from coserve import tiny
+
+    return model or str(tiny.path())
 
 
 def _download(client: "Client", name: str, to: Path) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.options import ApiKey, ModelName, Url, connect, given, tell_wait
+from coserve.cli.options import ModelName, ServerOptions, given, tell_wait, unfolded
 from coserve.errors import ConfigError, CoserveError
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ HELP = """/adapter NAME   answer with this adapter from now on; without a name: 
 /exit           leave (as Ctrl-D does)"""
 
 
+@unfolded
 def chat(
-    context: typer.Context,
+    server: ServerOptions,
     message: Annotated[
         str | None, typer.Argument(help="Ask this and leave; - reads all of stdin. Else: a conversation.")
     ] = None,
@@ -31,11 +32,9 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same answers.")] = None,
-    url: Url = None,
-    api_key: ApiKey = None,
 ) -> None:
     """Talks with a model. Piped, every line of stdin is a turn, and answers alone are printed."""
-    with connect(context, url, api_key) as client:
+    with server.connect() as client:
         client.wait_ready(tell_wait)
         options = given(temperature=temperature, max_tokens=max_tokens, seed=seed)
         conversation = Conversation(client, model or names_of(client)[0], options, system)

@@ -13,8 +13,8 @@ from coserve.cli.options import (
     ApiKey,
     AsJson,
     ModelName,
+    ServerOptions,
     Url,
-    connect,
     given,
     in_flags,
     tell_wait,
@@ -174,7 +174,7 @@ def finetune(
         else:
             finetune_here(asked)
         return
-    with connect(context, url, api_key) as client, _told_in_flags():
+    with ServerOptions(context, url, api_key).connect() as client, _told_in_flags():
         client.wait_ready(tell_wait)
         body = given(
             model=model or names_of(client)[0],

@@ -147,7 +147,7 @@ def _prepared(
 
 def _options(engine: "Engine", asked: JobHere, units: int) -> dict[str, Any]:
     """Fields of TrainingConfig for a job with so many examples, "auto" resolved as a server does."""
-    from coserve.serve.training.recipe import auto_batch_size, auto_epochs, usual_rate
+    from coserve.serve.routes.job_bodies import auto_batch_size, auto_epochs, usual_rate
 
     given = asked.hyperparameters
     epochs = given.get("n_epochs", auto_epochs(units))

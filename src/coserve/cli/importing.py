@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from coserve.cli.options import ApiKey, AsJson, Url, connect
+from coserve.cli.options import AsJson, ServerOptions, unfolded
 from coserve.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ class Exported:
 
 
 @app.command("openai")
+@unfolded
 def import_openai(
-    context: typer.Context,
+    server: ServerOptions,
     files: Annotated[
         list[Path],
         typer.Argument(
@@ -69,8 +70,6 @@ def import_openai(
         bool, typer.Option("--dry-run", help="Send nothing; tell what would be sent.")
     ] = False,
     as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
 ) -> None:
     """Uploads data files and creates the jobs that were trained on them, with their methods, hyperparameters,
     seeds and suffixes. Without jobs it uploads all files."""
@@ -89,7 +88,7 @@ def import_openai(
         told = [{"file": str(path)} for path in uploads] + [dict(body) for _, body in asked]
         return print_json(told)
     made: list[dict[str, Any]] = []
-    with connect(context, url, api_key) as client:
+    with server.connect() as client:
         for name in sorted({body["model"] for _, body in asked}):
             _check_model(client, name)
         ids = {path: _upload(client, path) for path in uploads}

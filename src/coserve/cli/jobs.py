@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coserve.cli.options import ApiKey, AsJson, JobId, ListsAlone, Url, connect
+from coserve.cli.options import AsJson, JobId, ListsAlone, ServerOptions, unfolded
 
 app = typer.Typer(help="Fine-tuning jobs; alone it lists them.", cls=ListsAlone)
 Limit = Annotated[int, typer.Option(min=1, max=100, help="The newest so many.")]
@@ -13,17 +13,12 @@ PATH = "/v1/fine_tuning/jobs"
 
 
 @app.command("list")
-def list_jobs(
-    context: typer.Context,
-    limit: Limit = 20,
-    as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-) -> None:
+@unfolded
+def list_jobs(server: ServerOptions, limit: Limit = 20, as_json: AsJson = False) -> None:
     """Lists the newest jobs."""
     from coserve.cli.output import moment, print_json, print_table
 
-    with connect(context, url, api_key) as client:
+    with server.connect() as client:
         jobs = client.get(PATH, limit=limit)["data"]
     if as_json:
         return print_json(jobs)
@@ -44,13 +39,12 @@ def list_jobs(
 
 
 @app.command()
-def show(
-    context: typer.Context, job: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
-) -> None:
+@unfolded
+def show(server: ServerOptions, job: JobId, as_json: AsJson = False) -> None:
     """Shows all fields of one job."""
     from coserve.cli.output import moment, print_fields, print_json
 
-    found = _ask(context, url, api_key, job)
+    found = _ask(server, job)
     if as_json:
         return print_json(found)
     times = {key: moment(found.get(key)) or None for key in ("created_at", "finished_at", "estimated_finish")}
@@ -58,18 +52,12 @@ def show(
 
 
 @app.command()
-def events(
-    context: typer.Context,
-    job: JobId,
-    limit: Limit = 20,
-    as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-) -> None:
+@unfolded
+def events(server: ServerOptions, job: JobId, limit: Limit = 20, as_json: AsJson = False) -> None:
     """Lists a job's events, the newest at the bottom."""
     from coserve.cli.output import moment, print_json
 
-    found = _ask(context, url, api_key, job, "events", limit)["data"][::-1]
+    found = _ask(server, job, "events", limit)["data"][::-1]
     if as_json:
         return print_json(found)
     for event in found:
@@ -77,18 +65,12 @@ def events(
 
 
 @app.command()
-def checkpoints(
-    context: typer.Context,
-    job: JobId,
-    limit: Limit = 20,
-    as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-) -> None:
+@unfolded
+def checkpoints(server: ServerOptions, job: JobId, limit: Limit = 20, as_json: AsJson = False) -> None:
     """Lists a job's checkpoints: each can be chatted with by its name."""
     from coserve.cli.output import moment, print_json, print_table
 
-    found = _ask(context, url, api_key, job, "checkpoints", limit)["data"]
+    found = _ask(server, job, "checkpoints", limit)["data"]
     if as_json:
         return print_json(found)
     rows = [
@@ -106,13 +88,12 @@ def checkpoints(
 
 def _add_verb(verb: str, help: str) -> None:
     @app.command(verb, help=help)
-    def tell(
-        context: typer.Context, job: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
-    ) -> None:
+    @unfolded
+    def tell(server: ServerOptions, job: JobId, as_json: AsJson = False) -> None:
         from coserve.cli.client import in_path
         from coserve.cli.output import print_json
 
-        with connect(context, url, api_key) as client:
+        with server.connect() as client:
             found = client.post(f"{PATH}/{in_path(job)}/{verb}")
         if as_json:
             return print_json(found)
@@ -125,25 +106,19 @@ _add_verb("cancel", "Ends a job for good; its checkpoints stay.")
 
 
 @app.command()
-def attach(context: typer.Context, job: JobId, url: Url = None, api_key: ApiKey = None) -> None:
+@unfolded
+def attach(server: ServerOptions, job: JobId) -> None:
     """Watches a job until it is over. Ctrl-C asks: detach, pause or cancel."""
     from coserve.cli.attach import attach as stay
 
-    with connect(context, url, api_key) as client:
+    with server.connect() as client:
         stay(client, job)
 
 
-def _ask(
-    context: typer.Context,
-    url: str | None,
-    api_key: str | None,
-    job: str,
-    part: str = "",
-    limit: int | None = None,
-) -> dict[str, Any]:
+def _ask(server: ServerOptions, job: str, part: str = "", limit: int | None = None) -> dict[str, Any]:
     from coserve.cli.client import in_path
 
-    with connect(context, url, api_key) as client:
+    with server.connect() as client:
         return client.get(f"{PATH}/{in_path(job)}{'/' if part else ''}{part}", limit=limit)
 
 

@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
@@ -118,12 +118,21 @@ class ListsAlone(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-def connect(context: typer.Context, url: str | None, api_key: str | None) -> "Client":
-    """A client of the server given by flags, the environment or the file, in this order."""
-    from coserve.cli.client import Client
-    from coserve.cli.config import load_client_settings
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of a command that asks a server (`unfolded`)."""
 
-    return Client(load_client_settings(given(url=url, api_key=api_key), config_of(context)))
+    context: typer.Context
+    url: Url = None
+    api_key: ApiKey = None
+
+    def connect(self) -> "Client":
+        """A client of the server given by flags, the environment or the file, in this order."""
+        from coserve.cli.client import Client
+        from coserve.cli.config import load_client_settings
+
+        flags = given(url=self.url, api_key=self.api_key)
+        return Client(load_client_settings(flags, config_of(self.context)))
 
 
 def tell_wait(reason: str) -> None:
@@ -157,27 +166,20 @@ def check_writable(flag: str, path: Path | None) -> None:
 
 def unfolded(command: Callable[..., None]) -> Callable[..., None]:
     """Replaces each parameter that is a dataclass by the dataclass's fields, with their annotations and
-    defaults, so that several commands can share a group of options."""
+    defaults, behind the other parameters, so that several commands can share a group of options."""
     hints = get_type_hints(command, include_extras=True)
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, type[Any]] = {}
-    for name, parameter in inspect.signature(command).parameters.items():
-        group: type[Any] = hints[name]
-        if not is_dataclass(group):
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
-            continue
-        groups[name] = group
-        own = get_type_hints(group, include_extras=True)
+    names = inspect.signature(command).parameters
+    groups: dict[str, type[Any]] = {name: hints[name] for name in names if is_dataclass(hints[name])}
+    own = {name: (one.default, hints[name]) for name, one in names.items() if name not in groups}
+    for group in groups.values():
+        types = get_type_hints(group, include_extras=True)
         for field in fields(group):
-            default = parameter.empty if field.default is MISSING else field.default
-            parameters.append(
-                parameter.replace(
-                    name=field.name,
-                    kind=parameter.KEYWORD_ONLY,
-                    default=default,
-                    annotation=own[field.name],
-                )
-            )
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            own[field.name] = default, types[field.name]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for name, (default, hint) in own.items()
+    ]
 
     @wraps(command)
     def call(**options: Any) -> None:

@@ -1,7 +1,8 @@
 """Progress of a job: a panel with its loss curve at a terminal, lines elsewhere."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -11,12 +12,13 @@ from rich.text import Text
 
 from coserve.cli.follow import Watched
 from coserve.cli.output import duration
-from coserve.cli.plot import curve
 
 HEIGHT = 8  # lines of the curve
 LEAST_SLOWDOWN = 1.005  # less is shown as 1.00
 LINE_EVERY = 5.0  # seconds between lines where there is no terminal
 STYLES = {"succeeded": "green", "failed": "red", "cancelled": "red", "paused": "yellow"}
+BLANK = 0x2800
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row and column within a character
 
 
 class Progress(Protocol):
@@ -124,3 +126,33 @@ def panel(watched: Watched, now: float, width: int) -> Panel:
             parts.append(Text.assemble((f"{edges.get(i, ''):>{label - 1}} ", "dim"), (line, "yellow")))
     style = STYLES.get(watched.status, "cyan")
     return Panel(Group(*parts), title=watched.id, title_align="left", border_style=style)
+
+
+def curve(values: Sequence[float], width: int, height: int) -> list[str]:
+    """Draws a curve as `height` lines of `width` characters, from left to right, with the largest value at
+    the top.
+
+    More values than there are columns of dots are averaged; fewer leave the right side empty.
+    """
+    columns = resample(values, 2 * width)
+    if not columns:
+        return [chr(BLANK) * width] * height
+    low, high = min(columns), max(columns)
+    rows = 4 * height - 1
+    places = [round((high - value) / (high - low) * rows) if high > low else rows // 2 for value in columns]
+    cells = [[0] * width for _ in range(height)]
+    before = places[0]
+    for x, y in enumerate(places):
+        # The line to the one before is part of the picture: steep curves would fall apart into dots.
+        for dot in range(min(before, y), max(before, y) + 1):
+            if dot != before or dot == y:
+                cells[dot // 4][x // 2] |= DOTS[dot % 4][x % 2]
+        before = y
+    return ["".join(chr(BLANK + cell) for cell in row) for row in cells]
+
+
+def resample(values: Sequence[float], most: int) -> list[float]:
+    """Averages neighbours until at most `most` values are left."""
+    count = min(most, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)] if count else []
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

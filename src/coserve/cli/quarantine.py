@@ -5,25 +5,20 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli.keys import Model, with_store
-from coserve.cli.options import AsJson, DatabaseUrl, ListsAlone, State
+from coserve.cli.keys import StoreOptions
+from coserve.cli.options import AsJson, ListsAlone, unfolded
 from coserve.errors import ConfigError
 
 app = typer.Typer(help="What crashed the engine more than once; alone it lists that.", cls=ListsAlone)
 
 
 @app.command("list")
-def list_quarantine(
-    context: typer.Context,
-    state: State = None,
-    database: DatabaseUrl = None,
-    model: Model = None,
-    as_json: AsJson = False,
-) -> None:
+@unfolded
+def list_quarantine(store: StoreOptions, as_json: AsJson = False) -> None:
     """Requests, jobs, sessions, adapters and checks that are not tried again, with the reason."""
     from coserve.cli.output import moment, print_json, print_table
 
-    found = with_store(context, state, model, database, lambda store: store.quarantine.list())
+    found = store.run(lambda store: store.quarantine.list())
     if as_json:
         return print_json([one.as_dict() for one in found])
     columns = ("id", "kind", "what", "tenant", "since", "reason")
@@ -32,18 +27,16 @@ def list_quarantine(
 
 
 @app.command()
+@unfolded
 def release(
-    context: typer.Context,
+    store: StoreOptions,
     which: Annotated[str, typer.Argument(help="Its id, or that of the job or adapter.", metavar="ID")],
-    state: State = None,
-    database: DatabaseUrl = None,
-    model: Model = None,
     as_json: AsJson = False,
 ) -> None:
     """Lets something be tried again. A job is paused then: `coserve jobs resume` lets it go on."""
     from coserve.cli.output import print_json
 
-    found = with_store(context, state, model, database, lambda store: store.quarantine.release(which))
+    found = store.run(lambda store: store.quarantine.release(which))
     if found is None:
         raise ConfigError(f"nothing in quarantine has the id {which}: `coserve quarantine` lists it all")
     if as_json:

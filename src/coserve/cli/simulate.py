@@ -162,7 +162,7 @@ def simulate(
     from coserve.simulate.loads import SimulatedLoad, TrainingLoad
     from coserve.simulate.models import model_shape
     from coserve.simulate.runs import FleetSettings
-    from coserve.workload.mixes import ServedAdapters
+    from coserve.workload.requests import ServedAdapters
     from coserve.workload.trace_formats import read_trace
 
     choices = read_settings(setting or [])
@@ -216,7 +216,7 @@ def simulate(
 
         draw(results["cells"], f"{settings.shape.name}, {seconds:g} s, {seeds} seeds", plot)
     if page is not None and "cells" in results:
-        from coserve.cli.simulate_page import write_page
+        from coserve.cli.simulate_picture import write_page
 
         write_page(results, _COLUMNS, [_row(cell) for cell in cells], page)
     if perfetto is not None:

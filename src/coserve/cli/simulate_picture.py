@@ -2,10 +2,14 @@
 matplotlib."""
 
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import matplotlib
+from jinja2 import Environment
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from coserve.plan.picture import STYLE
@@ -70,3 +74,18 @@ def _bars(
         axes.bar(label, mean * factor, yerr=error, color=_COLORS[number % len(_COLORS)])
     axes.set(title=title, ylabel=unit)
     axes.tick_params(axis="x", rotation=20)
+
+
+def write_page(
+    found: Mapping[str, Any], columns: Sequence[str], rows: Sequence[Sequence[str]], path: Path
+) -> None:
+    """Writes the page of a sweep's results. What a user has named is text there, never markup."""
+    picture = BytesIO()
+    draw(found["cells"], found["model"]["name"], picture)
+    svg = picture.getvalue().decode()
+    source = (files("coserve.cli") / "simulate_page.html").read_text(encoding="utf-8")
+    template = Environment(autoescape=True).from_string(source)
+    svg = svg[svg.index("<svg") :]  # matplotlib escapes the texts in it
+    path.write_text(
+        template.render(found=found, columns=columns, rows=rows, picture=Markup(svg)), encoding="utf-8"
+    )

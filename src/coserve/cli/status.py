@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.options import ApiKey, AsJson, with_flags
+from coserve.cli.options import ApiKey, AsJson, ServerOptions, with_flags
 
 if TYPE_CHECKING:
     from coserve.split.messages import ExecutorStatus, ProductStatus
@@ -52,9 +52,7 @@ def status(
     known = dict(zip(asked, credentials.of(asked, "--key", "--base-pin"), strict=True))
 
     def of_server(address: str) -> Found:
-        from coserve.cli.options import connect
-
-        with connect(context, address, api_key) as client:
+        with ServerOptions(context, address, api_key).connect() as client:
             return client.get("/health")
 
     def of_executor(address: str) -> Found:

@@ -5,24 +5,23 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli.options import ApiKey, Url, check_writable, connect
+from coserve.cli.options import ServerOptions, check_writable, unfolded
 
 
+@unfolded
 def trace(
-    context: typer.Context,
+    server: ServerOptions,
     target: Annotated[Path, typer.Argument(help="The file to write, which ui.perfetto.dev opens.")] = Path(
         "coserve-trace.json"
     ),
     seconds: Annotated[float, typer.Option(min=0.01, max=30.0, help="For so long.")] = 3.0,
-    url: Url = None,
-    api_key: ApiKey = None,
 ) -> None:
     """Writes what the engine of a running server does: planning, passes of answers, slices of training,
     optimizer steps, copies, and waits."""
     import json
 
     check_writable("FILE", target)
-    with connect(context, url, api_key) as client:
+    with server.connect() as client:
         found = client.post(f"/trace?seconds={seconds}")
     target.write_text(json.dumps(found))
     spans = sum(one["ph"] == "X" for one in found["traceEvents"])

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coserve.cli.keys import Model, with_store
-from coserve.cli.options import AsJson, DatabaseUrl, State
+from coserve.cli.keys import StoreOptions
+from coserve.cli.options import AsJson, unfolded
 from coserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,14 +26,12 @@ class Width(StrEnum):
     DAY = "day"
 
 
+@unfolded
 def usage(
-    context: typer.Context,
+    place: StoreOptions,
     by: Annotated[Width, typer.Option(help="Rows of hours or of days (UTC).")] = Width.DAY,
     days: Days = 30.0,
     tenant: Tenant = None,
-    state: State = None,
-    database: DatabaseUrl = None,
-    model: Model = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV instead of a table.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -65,7 +63,7 @@ def usage(
             for start, groups, counts in found
         ]
 
-    rows = with_store(context, state, model, database, read)
+    rows = place.run(read)
     if as_json:
         return print_json(rows)
     if as_csv:
@@ -74,14 +72,12 @@ def usage(
     print_table(columns, [[str(value) for value in row.values()] for row in rows], "nothing was used")
 
 
+@unfolded
 def audit(
-    context: typer.Context,
+    place: StoreOptions,
     days: Days = 30.0,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="The newest so many.")] = 1000,
     tenant: Tenant = None,
-    state: State = None,
-    database: DatabaseUrl = None,
-    model: Model = None,
     as_json: AsJson = False,
 ) -> None:
     """Shows the audit log: who did what to keys, adapters, jobs, files and limits, the oldest first."""
@@ -94,7 +90,7 @@ def audit(
         rows = [{"time": _moment(row.time), **{name: getattr(row, name) for name in told}} for row in found]
         return [row | {"tenant": names.get(row["tenant"], row["tenant"])} for row in rows]
 
-    rows = with_store(context, state, model, database, read)
+    rows = place.run(read)
     if as_json:
         return print_json(rows)
     columns = tuple(rows[0]) if rows else ()

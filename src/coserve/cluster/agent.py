@@ -100,5 +100,6 @@ class AgentQueue(Generic[Item]):
         return [one.item for one in batch]
 
     def _rank(self, one: QueuedRows[Item], now: float) -> tuple[bool, float]:
-        """Those who have waited for too long and those whose pages are here come first, in their order."""
+        """The sort key of rows: first those that have waited for too long or whose pages are here, in their
+        order."""
         return not (one.has_pages or now - one.since >= self._patience), one.since

@@ -49,20 +49,17 @@ WAYS: Final = {
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
     """`page` are tokens of a page. An owner's queue is *alike* where it is at most `alike` times the seconds
-    of the request's own pass longer than the shortest. Records older than `stale` seconds are not an agent's
-    to decide by."""
+    of the request's own pass longer than the shortest."""
 
     page: int = 16
     rule: DispatchRule = DispatchRule.OWNER_FIRST
     alike: float = 1.0
-    stale: float = 1.0
     least_similarity: float = EQUIVALENT
     loads: bool = True
 
     def __post_init__(self) -> None:
         check_range("page", self.page, 1, MOST_COUNT, int)
         check_range("alike", self.alike, 0.0, LARGEST)
-        check_range("stale", self.stale, 0.0, LARGEST)
         check_range("least_similarity", self.least_similarity, -1.0, 1.0)
 
 
@@ -99,23 +96,24 @@ class Dispatch:
         self, view: ClusterView, request: ChainRequest, content: str, sender: str = SCHEDULER
     ) -> DispatchEstimate | None:
         """The scheduler's choice for a block of a request that is at `sender` now; None where no worker that
-        can be reached has the block or room for it."""
-        return self._choose(
-            view, request, content, sender, [*self.candidates(view, request, content, sender)]
-        )
+        can be reached has the block or room for it. The block of the chain is preferred to an equivalent, and
+        of two workers the first by name."""
+        found = [*self.candidates(view, request, content, sender)]
+        if not found:
+            return None
 
-    def choose_at_agent(
-        self, view: ClusterView, request: ChainRequest, content: str, sender: str, now: float
-    ) -> DispatchEstimate | None:
-        """An agent's choice, among instances that it has heard of lately; None sends the request to the
-        scheduler. An agent loads no block."""
-        found = [
-            one
-            for one in self.candidates(view, request, content, sender)
-            if (there := view.by_place.get((one.worker, one.content))) is not None
-            and now - there.seen_at <= self.settings.stale
-        ]
-        return self._choose(view, request, content, sender, found)
+        def order(one: DispatchEstimate) -> tuple[float, bool, str]:
+            return one.seconds, one.content != content, one.worker
+
+        if self.settings.rule is DispatchRule.LEAST_BUSY:
+            return min(found, key=lambda one: (one.load, one.queue, *order(one)))
+        best = min(found, key=order)
+        owners = [one for one in found if one.holds_pages and one.content == content]
+        if self.settings.rule is DispatchRule.OWNER_FIRST and owners:
+            owner = min(owners, key=order)
+            if owner.queue <= min(one.queue for one in found) + self.settings.alike * owner.compute:
+                return owner
+        return best
 
     def candidates(
         self, view: ClusterView, request: ChainRequest, content: str, sender: str = SCHEDULER
@@ -192,31 +190,6 @@ class Dispatch:
         )
         plan = plan_move(move, way if link is not None else MovingPages.RECOMPUTE)
         return (source if plan.copied or block.input_nbytes else None), plan
-
-    def _choose(
-        self,
-        view: ClusterView,
-        request: ChainRequest,
-        content: str,
-        sender: str,
-        found: list[DispatchEstimate],
-    ) -> DispatchEstimate | None:
-        """The block of the chain is preferred to an equivalent, and of two workers the first by name."""
-        if not found:
-            return None
-
-        def order(one: DispatchEstimate) -> tuple[float, bool, str]:
-            return one.seconds, one.content != content, one.worker
-
-        if self.settings.rule is DispatchRule.LEAST_BUSY:
-            return min(found, key=lambda one: (one.load, one.queue, *order(one)))
-        best = min(found, key=order)
-        owners = [one for one in found if one.holds_pages and one.content == content]
-        if self.settings.rule is DispatchRule.OWNER_FIRST and owners:
-            owner = min(owners, key=order)
-            if owner.queue <= min(one.queue for one in found) + self.settings.alike * owner.compute:
-                return owner
-        return best
 
 
 def _evicted(

@@ -102,15 +102,14 @@ class ClusterBlock:
 @dataclass(frozen=True, slots=True)
 class BlockInstance:
     """A block in a worker's memory: rows of the batches in its queue in order, the most rows of a pass, and
-    the most rows that may wait. `seen_at` is when this was last heard from its agent, `idle_since` when its
-    queue was last empty and stayed so; None while it has work."""
+    the most rows that may wait. `idle_since` is when its queue was last empty and stayed so, None while it
+    has work."""
 
     worker: str
     content: str
     queue: tuple[int, ...] = ()
     batch_rows: int = 1
     most_queued: int = 1
-    seen_at: float = 0.0
     idle_since: float | None = None
 
     @property

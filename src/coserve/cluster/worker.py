@@ -1,7 +1,7 @@
 """The worker of a base whose blocks are on a cluster: it has the model's ends, samples, and sends the rows of
 a pass through the blocks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -14,8 +14,7 @@ from coserve.adapters.bypass import Bypasses
 from coserve.adapters.paging.cache import AdapterTier
 from coserve.adapters.sites import Site
 from coserve.adapters.staged import StagePart
-from coserve.attention.backend import AttentionBackend, CacheShape, CommonAttentionMetadata, PageCopy
-from coserve.attention.store import KVStore
+from coserve.attention.batched import BatchedBackend
 from coserve.cluster.blocks import BlockParameters, BlockShards
 from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.front import ClusterFront
@@ -32,7 +31,6 @@ from coserve.executors.executor import (
     R,
     TraceLayers,
 )
-from coserve.kernels.attention import AttentionSpec
 from coserve.model.base import Base
 from coserve.train.save_policy import SavePolicy
 from coserve.train.window_group import ForwardWindow
@@ -45,70 +43,16 @@ _KEEPS_INPUTS = (
 )
 
 
-class ElsewhereCache(AttentionBackend[CommonAttentionMetadata]):
-    """The `AttentionBackend` of a base without layers: pages are on workers, by the numbers that they have
-    here."""
+class ElsewhereCache(BatchedBackend):
+    """Pages that are on workers, by the numbers that they have here. The base has no layers here, so the
+    pages of this backend are empty, and nothing attends."""
 
-    is_capturable = False
-
-    def __init__(
-        self,
-        caches: Sequence[CacheShape],
-        pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        store: type[KVStore] = KVStore,
-    ) -> None:
-        self.page_size, self.padding_page = page_size, pages
-        self.front: ClusterFront | None = None  # once the worker is there
-
-    @property
-    def nbytes(self) -> int:
-        """See `AttentionBackend`."""
-        return 0
-
-    @property
-    def page_nbytes(self) -> int:
-        """See `AttentionBackend`."""
-        return 0
+    front: ClusterFront | None = None  # once the worker is there
 
     def clean(self, pages: Sequence[int]) -> None:
         """See `AttentionBackend`."""
         if self.front is not None:
             self.front.clean(pages)
-
-    def copy(self, copies: Iterable[PageCopy]) -> None:
-        """See `AttentionBackend`: pages are copied for virtual tokens alone, which no adapter has here."""
-        assert not [*copies], "no page has a template"
-
-    def fill(self, layer: int, pages: Sequence[int], k: Tensor, v: Tensor) -> None:
-        """See `copy`."""
-        raise NotImplementedError
-
-    def read_pages(self, pages: Sequence[int], into: Tensor) -> None:
-        """See `AttentionBackend`: there is no second tier."""
-        raise NotImplementedError
-
-    def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
-        """See `read_pages`."""
-        raise NotImplementedError
-
-    def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """See `AttentionBackend`."""
-        return common
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        metadata: CommonAttentionMetadata,
-        spec: AttentionSpec,
-    ) -> Tensor:
-        """See `AttentionBackend`: no layer attends here."""
-        raise NotImplementedError
 
 
 class ClusterShards(BlockShards):

@@ -30,14 +30,13 @@ from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning, Keeping
 from coserve.engine.loop import StepLoop
 from coserve.engine.memory import DeviceBudget, EngineMemory
-from coserve.engine.openings import Openings
 from coserve.engine.reading import Data, Reading, read_data
 from coserve.engine.rollouts import Rollouts
 from coserve.engine.sessions import Sessions
 from coserve.engine.stats import count
 from coserve.engine.training import Training
 from coserve.engine.training_client import TrainingClient
-from coserve.engine.training_host import TrainingHost
+from coserve.engine.training_host import Openings, TrainingHost
 from coserve.errors import AdapterError, ConfigError, RequestError
 from coserve.executors.executor import CompileGrammar
 from coserve.jobs.limits import limits_of

@@ -19,13 +19,17 @@ from coserve.core.contained import contained
 from coserve.core.events import Event, JobFailed, StepDone
 from coserve.core.job_status import JobStatus
 from coserve.engine.background import Background, Outcome
-from coserve.engine.best_checkpoint import BestCheckpoint
 from coserve.engine.engine import Engine
 from coserve.engine.finetuning import FineTuning, Keeping, StateSnapshot
 from coserve.engine.job_files import adapter_of, read_job, reference_of
 from coserve.engine.scoring import Scoring
-from coserve.engine.served_job import PendingCheckpoint, ServedJob, leave_unscored
-from coserve.engine.validation import start_scoring
+from coserve.engine.served_job import (
+    BestCheckpoint,
+    PendingCheckpoint,
+    ServedJob,
+    leave_unscored,
+    start_scoring,
+)
 from coserve.errors import ConfigError, CoserveError, JobError
 from coserve.schedule.training_queue import starved
 from coserve.train.checkpoint import Checkpoint, write_checkpoint

@@ -1,7 +1,7 @@
 """The loop of an engine: one step of all bases after the other, and the handles that wait for them."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
@@ -12,14 +12,13 @@ from coserve.core.step_trace import span
 from coserve.engine.adapters import EngineAdapters, SharedAdapters
 from coserve.engine.admission import JobLine
 from coserve.engine.arrivals import Arrivals
-from coserve.engine.bases import Bases
 from coserve.engine.chain_changes import ChainChanges
 from coserve.engine.completion import Completion
 from coserve.engine.memory import EngineMemory
 from coserve.engine.rollouts import SCOPE, Rollouts
 from coserve.engine.sessions import Sessions
 from coserve.engine.training import Training
-from coserve.errors import CoserveError
+from coserve.errors import ConfigError, CoserveError
 from coserve.executors.executor import Executor
 from coserve.executors.step_executor import StepExecutor
 from coserve.model.base import Base
@@ -27,6 +26,39 @@ from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.cost import CostModel
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.swap_tier import SwapTier
+
+E = TypeVar("E")
+
+
+class Bases(Generic[E]):
+    """The engines of the bases that share steps, by the bases' ids, the first base's first."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, E] = {}
+
+    def __getitem__(self, base: str) -> E:
+        """The engine of the base of this id. Raises ConfigError."""
+        if (found := self._engines.get(base)) is None:
+            raise ConfigError(f"there is no base {base!r}; there are {', '.join(self._engines)}")
+        return found
+
+    def __contains__(self, base: str) -> bool:
+        return base in self._engines
+
+    def __iter__(self) -> Iterator[E]:
+        return iter(self._engines.values())
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    @property
+    def first(self) -> E:
+        """The engine of the first base."""
+        return self._engines[BASE]
+
+    def add(self, base: str, engine: E) -> None:
+        """Adds a base."""
+        self._engines[base] = engine
 
 
 class BaseHost(Protocol):

@@ -23,7 +23,8 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -38,7 +39,6 @@ from coserve.core.request import BASE, Request
 from coserve.core.size import show_size
 from coserve.engine.background import Background
 from coserve.engine.engine import Engine
-from coserve.engine.intake import Intake
 from coserve.engine.link import Closed, Connected, Connection, Done, Drained, Inbox, Item, Link, Received
 from coserve.engine.remembered import CostFile, circumstances
 from coserve.engine.served_engine import ServedEngine
@@ -52,6 +52,11 @@ from coserve.wire.launch import RANKS
 from coserve.wire.logs import CONTEXT, WorkContext, configure_logs
 from coserve.wire.messages import Command, Drain, FurtherBase, Hello
 
+# Seconds for which a step may wait. A step of answers alone takes 3 to 50 ms, so a burst of commands makes
+# others' tokens at most some times slower, whatever its length.
+MOST_INTAKE: Final = 0.02
+_UNSEEN: Final = 0.005  # seconds that a kind of work is expected to take which has not been seen
+_NEWEST: Final = 0.25  # weight of the newest measurement in a kind's mean
 # Seconds for which a thread that reads training data keeps the interpreter from a step. With Python's default
 # of 5 ms, steps of 4 ms took 21 ms beside it; with this, 13 ms.
 SWITCH: Final = 5e-4
@@ -62,6 +67,38 @@ _LOST: Final = 4  # exit status
 _MEASURING: Final = "measuring what steps cost on this machine (some seconds, the first time only)"
 
 _log = logging.getLogger(__name__)
+
+
+class Intake:
+    """Tells how much work fits between two steps, by what each kind of it has taken. One piece always
+    does."""
+
+    def __init__(self, most: float = MOST_INTAKE, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock = most, clock
+        self._expected: dict[str, float] = {}  # seconds, by kind
+        self._spent: float | None = None  # in this turn; None before the first piece
+
+    def begin(self) -> None:
+        """Begins a turn: a step has run."""
+        self._spent = None
+
+    def takes(self, kind: str) -> bool:
+        """Tells whether one more piece of a kind fits into this turn."""
+        if self._spent is None:
+            return True
+        return self._spent + self._expected.get(kind, _UNSEEN) <= self._most
+
+    @contextmanager
+    def measured(self, kind: str) -> Iterator[None]:
+        """Context in which a piece runs."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            taken = self._clock() - begun
+            self._spent = (self._spent or 0.0) + taken
+            expected = self._expected.get(kind, taken)
+            self._expected[kind] = expected + _NEWEST * (taken - expected)
 
 
 def main(pipes: SupervisorPipes) -> None:

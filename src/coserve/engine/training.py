@@ -154,13 +154,7 @@ class Training:
     def end(self, job: str, status: JobStatus) -> None:
         """See `Trainer`."""
         with self._host.lock:
-            if (handle := self.jobs.get(job)) is not None:
-                leave = partial(self.admission.leave, job)
-                is_gone = self._host.openings.close(job, leave)  # where that raises, the job goes on
-                handle.end(status)
-                self._forget(job)
-                if is_gone:
-                    leave()
+            self._end(job, lambda handle: handle.end(status))
 
     def snapshot(self, job: str) -> StateSnapshot:
         """See `Trainer`."""
@@ -252,16 +246,17 @@ class Training:
         return True
 
     def _fail(self, job: str, error: CoserveError) -> None:
+        self._end(job, lambda handle: handle.fail(error))
+
+    def _end(self, job: str, mark: Callable[[FineTuning], None]) -> None:
+        """Ends a job, if it has not ended: marks its handle, and drops the handle and what is planned for it.
+        Its published version stays."""
         if (handle := self.jobs.get(job)) is not None:
             leave = partial(self.admission.leave, job)
-            is_gone = self._host.openings.close(job, leave)
-            handle.fail(error)
-            self._forget(job)
+            is_gone = self._host.openings.close(job, leave)  # where that raises, the job goes on
+            mark(handle)
+            self._rollouts.drop(job)
+            self._host.scheduler.training.remove(job)
+            self.jobs.pop(job, None)
             if is_gone:
                 leave()
-
-    def _forget(self, job: str) -> None:
-        """Drops a job's handle and what is planned for it; its published version stays."""
-        self._rollouts.drop(job)
-        self._host.scheduler.training.remove(job)
-        self.jobs.pop(job, None)

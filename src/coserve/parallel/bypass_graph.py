@@ -106,7 +106,7 @@ class BypassGraph:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Those of `INPUT` and `PRODUCT` that it reads."""
+        """The names `INPUT` and `PRODUCT`, if its operators read them."""
         return frozenset(name for one in self.operators for name in one.inputs) & {INPUT, PRODUCT}
 
 

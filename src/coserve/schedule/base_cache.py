@@ -11,8 +11,7 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.kept_states import KeptStates
 from coserve.schedule.offloading import Offloading
 from coserve.schedule.prefixes import Prefixes
-from coserve.schedule.swapped_prefixes import SwappedPrefixes
-from coserve.schedule.swapping import Swapping
+from coserve.schedule.swapping import SwappedPrefixes, Swapping
 
 
 class BaseCache:

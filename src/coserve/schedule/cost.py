@@ -14,10 +14,11 @@ from typing import Final
 from coserve.core.plan import BasePlan, OffloadReads, Passes, WeightReads
 from coserve.core.sequence import Direction, MicroBatch, Span
 from coserve.schedule.features import DEFAULT_WEIGHTS, NAMES, Features
-from coserve.schedule.interference import Interference
 from coserve.schedule.reads import OffloadCosts, ReadCosts
 from coserve.schedule.segments import training_segment
 
+_NEW_SHARE: Final = 0.05  # weight of one step in the running mean
+_MOST_RATIO: Final = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
 _NO_PASS = ("loss_rows", "updates")  # beside no reads of weights
 _BACK = ("backward_layers", "backward_rows", "backward_wide_rows", "backward_attention")
 # Steps of one kind share a factor of slowness relative to their measurement.
@@ -35,6 +36,40 @@ _UNKNOWN_ERROR = 0.25  # before anything was measured
 _NO_READS = WeightReads()
 _NO_OFFLOAD_READS = OffloadReads()
 OUTLIER: Final = 4.0  # bound on the ratio of measured to predicted seconds that is learned from
+
+
+class Interference:
+    """Factors on what the cost model predicts, learned from steps in which both ran.
+
+    An even split of everything gives two. Work that cannot use a whole machine (small products, the overhead
+    between them) is slowed less, so the initial factors are a little lower.
+    """
+
+    UNKNOWN: Final = (1.8, 1.8)
+
+    def __init__(self) -> None:
+        self.inference, self.training = self.UNKNOWN
+
+    def start(self, inference: float, training: float) -> None:
+        """Sets measured factors."""
+        self.inference, self.training = _within(inference), _within(training)
+
+    @property
+    def gain(self) -> float:
+        """Relative throughput gain of both side by side over one after the other."""
+        return 1 / self.inference + 1 / self.training - 1
+
+    def observe_inference(self, factor: float) -> None:
+        """Records the slowdown of a step's answers beside training."""
+        self.inference += _NEW_SHARE * (_within(factor) - self.inference)
+
+    def observe_training(self, factor: float) -> None:
+        """Records the slowdown of training beside answers."""
+        self.training += _NEW_SHARE * (_within(factor) - self.training)
+
+
+def _within(factor: float) -> float:
+    return min(max(factor, 1 / _MOST_RATIO), _MOST_RATIO)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 A page has the keys and values of its tokens; the state behind it is that of all tokens before, and cannot be
 cut. So it is kept at some positions only, all at the end of a page: every `EVERY` tokens of a prompt, and at
 its last page's beginning. A prompt is cut there. What is kept is known by the name of the page before it
-(`schedule.naming`), and a later prompt begins at the last position of which both pages and state are found.
+(`schedule.prefixes`), and a later prompt begins at the last position of which both pages and state are found.
 
 The state of a preempted sequence whose pages go to the second tier is set aside in such a place, too.
 """

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
-from coserve.core.plan import BasePlan, BaseResult, InferenceSegment
+from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, Sampled, TokenLogprobs
 from coserve.core.request import FinishReason, Request
 from coserve.core.sequence import Sequence
 from coserve.errors import CoserveError, RequestError
-from coserve.schedule import answers
+from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.newcomers import LATELY
 from coserve.schedule.places import Places
 from coserve.schedule.request_queues import RequestQueues
@@ -149,7 +149,7 @@ class OpenRequests:
         sequence.first_token_at, sequence.last_token_at = sequence.request.arrival, now
         sequence.taken_over_at, sequence.deferred_first = now, sequence.deferred
         sequence.reported = len(sequence.request.prompt) - 1
-        reason = answers.stop_reason(sequence, self.queues.caches.of(sequence).config)
+        reason = stop_reason(sequence, self.queues.caches.of(sequence).config)
         if reason is not None:
             self.finish(sequence.key, reason)
 
@@ -191,13 +191,13 @@ class OpenRequests:
         end = segment.start + segment.length
         self._stats.recomputed_tokens += max(min(end, sequence.reached) - segment.start, 0)
         sequence.template = None  # it has been copied, and may change hands
-        event = answers.record(sequence, segment, result.sampled.get(sequence.key), now)
+        event = record(sequence, segment, result.sampled.get(sequence.key), now)
         cache = self.queues.caches.of(sequence)
         if sequence.pages:  # a later plan may have preempted it
             cache.prefixes.record(sequence)
         if event is None:
             return None
-        reason = answers.stop_reason(sequence, cache.config, end)
+        reason = stop_reason(sequence, cache.config, end)
         if reason is None:
             return event
         self._retire(sequence, reason, now)
@@ -214,3 +214,70 @@ class OpenRequests:
 def _is_bounded(request: Request) -> bool:
     """Tells whether others' prompts may make the request late."""
     return request.slo.states_bound or request.newcomer
+
+
+def record(
+    sequence: Sequence, segment: InferenceSegment, sampled: Sampled | None, now: float
+) -> TokenEvent | None:
+    """Records a segment that ran and the token sampled from it.
+
+    Returns the event, without a finish reason; None where there is no token or score to report.
+    """
+    ends = segment.start + segment.length == sequence.known
+    sequence.under_way -= 1
+    if sampled is None:
+        assert not ends, f"sequence {sequence.key} ran to its end and no token was sampled"
+        return None
+    assert ends == (sampled.token is not None), "a token follows the last one known, and only that"
+    scored = _fresh(sequence, segment, sampled)
+    if sequence.request.sampling.max_tokens == 0:  # the prompt was to be read, without an answer
+        if not (scored or ends or sampled.pooled):
+            return None
+        pooled, restarts = sampled.pooled, segment.start == 0
+        return TokenEvent(
+            sequence.key, sequence.request.id, None, None, scored, pooled=pooled, restarts=restarts
+        )
+    if sampled.token is not None:
+        _append(sequence, sampled.token, now)
+    elif not scored:
+        return None
+    cached = sequence.cached or 0 if len(sequence.output) == 1 else 0
+    return TokenEvent(
+        sequence.key, sequence.request.id, sampled.token, sampled.logprobs, scored, cached=cached
+    )
+
+
+def stop_reason(sequence: Sequence, config: SchedulerConfig, read: int = 0) -> FinishReason | None:
+    """Finish reason of a complete answer, else None; `read` of its tokens have passed the model."""
+    sampling = sequence.request.sampling
+    if len(sequence.output) > sampling.min_tokens:
+        token = sequence.output[-1]
+        if token in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if token in config.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+    if sampling.max_tokens == 0:
+        return FinishReason.LENGTH if read == sequence.known else None
+    return FinishReason.LENGTH if len(sequence.output) >= sampling.max_tokens else None
+
+
+def _fresh(sequence: Sequence, segment: InferenceSegment, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
+    """Scores of the segment's prompt positions, without those reported before a preemption."""
+    if sequence.request.sampling.prompt_logprobs is None:
+        return ()
+    end = min(segment.start + segment.length, len(sequence.request.prompt) - 1)
+    fresh = end - max(segment.start, sequence.reported)
+    if fresh <= 0:
+        return ()
+    sequence.reported = end
+    return sampled.prompt_logprobs[-fresh:]
+
+
+def _append(sequence: Sequence, token: int, now: float) -> None:
+    sequence.output.append(token)
+    sequence.unsampled -= 1
+    if sequence.last_token_at is None:
+        sequence.first_token_at, sequence.deferred_first = now, sequence.deferred
+    else:
+        sequence.slowest = max(sequence.slowest, now - sequence.last_token_at)
+    sequence.last_token_at = now

@@ -3,19 +3,24 @@
 Two kinds of tokens are shared. *Virtual tokens* belong to an adapter version; its first sequence fills them.
 *Found tokens* are a sequence's first ones that were computed before: in another prompt, in an answer that the
 prompt continues, or in the sequence itself before it lost its pages. Sequences share full pages of either
-kind. What is no longer on the device may be found in the second tier (`schedule.swapped_prefixes`).
+kind. What is no longer on the device may be found in the second tier (`schedule.swapping`).
 
 A sequence's own tokens need not start at a page boundary: virtual tokens may fill half a page, and the last
 token of a fully found prompt is computed again for its logits. A page with a name is never written. So the
 sequence's own first page begins with a copy of the shared one; or the shared one, if it has no other reader,
 loses its name and becomes the sequence's own.
 
+Pages before the token from which on an adapter acts have the base's names; the version enters into that of
+the page with this token (`activated`).
+
 Version keys must never be reused for other weights (`AdapterBank.next_version` ensures that): pages computed
 with them can be found until they are reused.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from coserve.core.plan import InferenceSegment, Prefix, StateMove
 from coserve.core.request import Request
@@ -23,9 +28,9 @@ from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.cost import CostModel
 from coserve.schedule.kept_states import KeptStates, is_kept, next_cut
-from coserve.schedule.naming import activated, page_name, root, virtual_names
-from coserve.schedule.swapped_prefixes import SwappedPrefixes
-from coserve.schedule.swapping import Swapping
+from coserve.schedule.swapping import SwappedPrefixes, Swapping
+
+_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,3 +337,35 @@ class Prefixes:
                 before = activated(before, sequence.request)
             names.append(page_name(before, sequence.tokens(start, end - start)))
         return names[index]
+
+
+def root(request: Request) -> bytes:
+    """The name before a request's first own page."""
+    digest = blake2b(digest_size=_BYTES)
+    is_base = request.of_base or request.active_from > 0
+    chain = "" if is_base else request.adapter or ""
+    for part in (request.scope or "", request.base, chain, str(request.virtual)):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little"))  # or "ab", "c" would be "a", "bc"
+        digest.update(encoded)
+    return digest.digest()
+
+
+def activated(before: bytes, request: Request) -> bytes:
+    """The name before the page from which on a request's adapter acts; that of the page before it where the
+    adapter acts on all or its keys and values are the base's."""
+    if not request.active_from or request.of_base:
+        return before
+    acts = f"{request.active_from} {request.adapter}".encode()
+    return blake2b(before + acts, digest_size=_BYTES).digest()
+
+
+def page_name(before: bytes, tokens: Iterable[int]) -> bytes:
+    """The name of a page with these tokens that follows the page named `before`."""
+    return blake2b(before + array("q", tokens).tobytes(), digest_size=_BYTES).digest()
+
+
+def virtual_names(request: Request, pages: int) -> list[tuple[str, str, int]]:
+    """Names of the pages of the virtual tokens that a request's adapter version has."""
+    assert request.adapter is not None, "virtual tokens are an adapter's"
+    return [("virtual", request.adapter, index) for index in range(pages)]

@@ -28,12 +28,11 @@ from coserve.schedule.policies.base import INFINITE, Policy, View
 from coserve.schedule.prompt_packer import PromptPacker
 from coserve.schedule.request_queues import RequestQueues, count_places
 from coserve.schedule.segments import announce, announce_batches, note_planned
-from coserve.schedule.slack import measure
+from coserve.schedule.slack import Utilization, measure
 from coserve.schedule.stats import Stats
 from coserve.schedule.step_costs import StepCosts
 from coserve.schedule.training_packer import TrainingPacker, in_order
 from coserve.schedule.training_queue import QueueEntry, TrainingQueue, rows_through
-from coserve.schedule.utilization import Utilization
 
 _NAP: Final = 0.001  # seconds between two checks of blocked sequences
 _FREE: Final = 1.05  # a step with training that costs nothing takes at most so many times its inference

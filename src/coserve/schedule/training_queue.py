@@ -16,38 +16,24 @@ _FEWEST: Final = 3  # least plans without a piece of a starved job: one step may
 
 
 @dataclass(slots=True)
-class QueueEntry:
-    """One job's current work: micro-batches, an optimizer step, or both. `progress` is rows trained per
-    weight, its virtual time."""
+class TrainingWait:
+    """The wait of a job for its next piece of training, and whether the job is starved."""
 
-    name: str
-    weight: float
-    update: OptimStep | None  # the optimizer step at its end; None: the work ends with the last micro-batch
-    micro_batches: deque[MicroBatch] = field(default_factory=deque)  # those not known to be done
-    outputs: dict[int, MicroBatchOutput] = field(default_factory=dict)  # by the micro-batch's key
-    is_open: bool = False  # the work has not ended yet
-    is_stepping: bool = False  # a plan under way has the optimizer step
-    progress: float = 0.0
-    steps: int = 0  # optimizer steps since it was added
     served_at: float | None = None  # when it last got a piece, or began to wait for one
     passed: int = 0  # plans since then
     beside_requests: bool = False  # one of them had requests
     starved_since: float | None = None
     starved_by: Rival = "requests"
     resumed_at: float | None = None  # when a starved job got the first of its newest pieces
-    base: str = BASE
 
-    @property
-    def is_due(self) -> bool:
-        """Tells whether all micro-batches are done or under way to their end, and the optimizer step is not
-        planned."""
-        is_open = self.update is not None and self.is_open and not self.is_stepping
-        return is_open and all(batch.done for batch in self.micro_batches)
+    def renew(self) -> None:
+        """Notes that the job has new work, and waits from its next turn on."""
+        self.served_at, self.passed, self.beside_requests = None, 0, False
 
-    @property
-    def is_waiting(self) -> bool:
-        """Tells whether the job has work to plan."""
-        return self.is_due or not all(batch.done for batch in self.micro_batches)
+    def note_plan(self, has_requests: bool) -> None:
+        """Counts a plan."""
+        self.passed += 1
+        self.beside_requests = self.beside_requests or has_requests
 
     def note_turn(self, now: float) -> None:
         """Notes that the job has work and a step is planned. It is starved once it has got nothing for
@@ -68,6 +54,36 @@ class QueueEntry:
             self.starved_since = self.resumed_at = None
         if self.starved_since is not None and self.resumed_at is None:
             self.resumed_at = now
+
+
+@dataclass(slots=True)
+class QueueEntry:
+    """One job's current work: micro-batches, an optimizer step, or both. `progress` is rows trained per
+    weight, its virtual time."""
+
+    name: str
+    weight: float
+    update: OptimStep | None  # the optimizer step at its end; None: the work ends with the last micro-batch
+    micro_batches: deque[MicroBatch] = field(default_factory=deque)  # those not known to be done
+    outputs: dict[int, MicroBatchOutput] = field(default_factory=dict)  # by the micro-batch's key
+    is_open: bool = False  # the work has not ended yet
+    is_stepping: bool = False  # a plan under way has the optimizer step
+    progress: float = 0.0
+    steps: int = 0  # optimizer steps since it was added
+    wait: TrainingWait = field(default_factory=TrainingWait)
+    base: str = BASE
+
+    @property
+    def is_due(self) -> bool:
+        """Tells whether all micro-batches are done or under way to their end, and the optimizer step is not
+        planned."""
+        is_open = self.update is not None and self.is_open and not self.is_stepping
+        return is_open and all(batch.done for batch in self.micro_batches)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Tells whether the job has work to plan."""
+        return self.is_due or not all(batch.done for batch in self.micro_batches)
 
 
 class TrainingQueue:
@@ -117,7 +133,7 @@ class TrainingQueue:
         assert job.micro_batches or update is not None, f"a pass of job {name} needs a micro-batch"
         assert all(b.job == name and b.length > 0 for b in job.micro_batches), "rows of this job"
         job.progress = max(job.progress, self._clock)
-        job.served_at, job.passed, job.beside_requests = None, 0, False
+        job.wait.renew()
 
     def set_weight(self, name: str, weight: float) -> None:
         """Changes a job's weight; its virtual time so far stays. A job without work so far (its answers are
@@ -137,12 +153,12 @@ class TrainingQueue:
         if not jobs:
             return [], False
         for job in jobs:
-            job.note_turn(now)
+            job.wait.note_turn(now)
         jobs.sort(key=lambda job: job.progress)
         self._clock = jobs[0].progress
         if starvation is None:
             return jobs, False
-        waited = {job.name: now - (job.served_at or 0.0) for job in jobs}
+        waited = {job.name: now - (job.wait.served_at or 0.0) for job in jobs}
         starving = [job for job in jobs if waited[job.name] > starvation]
         starving.sort(key=lambda job: -waited[job.name])
         return [*starving, *(job for job in jobs if job not in starving)], bool(starving)
@@ -177,10 +193,9 @@ class TrainingQueue:
         has_requests = bool(plan.inference) or plan.first.idle > 0
         trained = plan.jobs
         for name, job in self._jobs.items():
-            job.passed += 1
-            job.beside_requests = job.beside_requests or has_requests
+            job.wait.note_plan(has_requests)
             if name in trained:
-                job.note_served(now, has_requests)
+                job.wait.note_served(now, has_requests)
 
     def paused(
         self, positions: Mapping[int, Position], ran: Iterable[TrainingSegment], unbegun: Container[int]
@@ -231,7 +246,9 @@ class TrainingQueue:
 def starved(queue: TrainingQueue, name: str) -> tuple[float, Rival] | None:
     """Time of the last piece of a starved job (`STARVED`), and what had the steps since; None for others."""
     job = queue._jobs.get(name)
-    return None if job is None or job.starved_since is None else (job.starved_since, job.starved_by)
+    if job is None or job.wait.starved_since is None:
+        return None
+    return job.wait.starved_since, job.wait.starved_by
 
 
 def rows_through(batch: MicroBatch, rows: int, layers: int) -> float:

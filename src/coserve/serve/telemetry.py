@@ -18,7 +18,7 @@ import msgspec
 
 from coserve.errors import StateError
 from coserve.serve.answering.fair import FairQueue
-from coserve.serve.answering.meter import AnswerMeter, short
+from coserve.serve.answering.timing import AnswerMeter, short
 from coserve.serve.engine.link import SILENT_SECONDS, EngineLink, why_absent
 from coserve.serve.store.records import Tenant
 from coserve.serve.tasks import beside

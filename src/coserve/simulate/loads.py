@@ -9,9 +9,8 @@ from typing import Final
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.workload.arrivals import gamma_times, poisson_times, spread_times, steady_times
-from coserve.workload.mixes import ENDLESS, ServedAdapters
 from coserve.workload.prompts import draw_by_popularity
-from coserve.workload.requests import TimedJob, TimedRequest, Tokens
+from coserve.workload.requests import ENDLESS, ServedAdapters, TimedJob, TimedRequest, Tokens
 from coserve.workload.trace_formats import BLOCK, TraceRow
 
 ARRIVALS: Final = ("poisson", "bursty", "steady", "spread")

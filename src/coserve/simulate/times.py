@@ -1,7 +1,7 @@
 """The seconds of plans on a machine, and what its scheduler knows of them when a load begins."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
@@ -16,11 +16,10 @@ from coserve.schedule.features import Features
 from coserve.schedule.reads import ReadCosts
 from coserve.schedule.segments import inference_plan, training_segment
 from coserve.simulate.aiconfigurator import PREFIX, measured_roofline
-from coserve.simulate.counting import PassKind, PlanCounter
+from coserve.simulate.counting import PassKind, PassWork, PlanCounter
 from coserve.simulate.hardware import MeasuredTable, Roofline, Table, hardware_named
 from coserve.simulate.pipelined import StageSeconds
-from coserve.simulate.streaming import beside_reads, read_costs, streaming_of
-from coserve.streamed.planner import Streaming
+from coserve.streamed.planner import Streaming, plan_residence, refuse_too_little
 
 _NO_READS: Final = WeightReads()
 # What a device is probed with, as an engine measures its own (`engine.calibrate`), but with larger steps:
@@ -32,6 +31,7 @@ _JOB: Final = "calibration"
 _BACK: Final = (PassKind.LOSS, PassKind.BACKWARD, PassKind.UPDATE)
 _GIGA: Final = 1e9
 _SHORTEST, _LONGEST = 1e-8, 3600.0  # seconds of a step: a clock of days does not tell shorter ones apart
+_BESIDE: Final = (PassKind.LOSS, PassKind.UPDATE)  # passes of no layer
 
 
 class Times(ABC):
@@ -255,3 +255,45 @@ def times_on(
             f"({counter.shape.layers} layers)"
         )
     return WeightedTimes(table.weights, table.layers, host=table.host_seconds), table
+
+
+def streaming_of(counter: PlanCounter, table: Roofline, base_memory: int | None) -> Streaming | None:
+    """Way in which a device with `base_memory` bytes for the base reads the layers that do not stay over the
+    link to its host; None where all stay. Raises ConfigError for fewer bytes than a base can be streamed
+    in."""
+    if base_memory is None:
+        return None
+    shape = counter.shape
+    layer = shape.layer_weights // shape.layers * shape.item_bytes // counter.degree
+    blocks = [layer] * shape.layers
+    ends = int(counter.device_weight_bytes) - sum(blocks)
+    refuse_too_little(blocks, ends, base_memory)
+    plan = plan_residence(blocks, base_memory - ends)
+    if not plan.read_nbytes:
+        return None
+    resident = ends + len(plan.resident) * layer + plan.buffers * plan.buffer_nbytes
+    return Streaming(plan, resident, table.host_link_gbs * _GIGA * table.efficiency.bandwidth)
+
+
+def read_costs(streaming: Streaming | None, layers: int) -> ReadCosts:
+    """Costs of reading in each pass what does not stay, of a base of `layers` layers."""
+    costs = ReadCosts()
+    if streaming is not None:
+        read = sorted({*range(layers)} - streaming.plan.resident)
+        costs.start(read, streaming.plan.read_nbytes, streaming.rate)
+    return costs
+
+
+def beside_reads(
+    table: Roofline, counter: PlanCounter, work: Iterable[PassWork], there: float, back: float
+) -> float:
+    """Seconds of passes beside which weights are read, `there` seconds on the way forward and `back` on the
+    way back: each way takes the longer of reading and computing, as in `schedule.cost.CostModel`."""
+    dtype, degree = counter.shape.dtype, counter.degree
+    computed = dict.fromkeys(PassKind, 0.0)
+    for one in work:
+        computed[one.kind] += table.seconds([one], dtype, degree)
+    forward = computed[PassKind.FORWARD] + computed[PassKind.HEAD]
+    return (
+        max(forward, there) + max(computed[PassKind.BACKWARD], back) + sum(computed[kind] for kind in _BESIDE)
+    )

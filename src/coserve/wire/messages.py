@@ -507,7 +507,7 @@ class Paging(WireMessage, frozen=True):
 
 class Holdings(WireMessage, frozen=True):
     """Owners of what an engine holds, and reasons of requests that wait. Each mapping is bounded
-    (`engine/holdings.py`)."""
+    (`engine/stats.py`)."""
 
     waits: dict[str, str] = {}  # reasons by request, the most urgent first
     pages: dict[str, int] = {}  # of requests under way, by the requests' scope

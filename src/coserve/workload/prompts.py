@@ -2,17 +2,14 @@
 
 import csv
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from coserve.errors import ConfigError, DataError
-from coserve.workload.requests import Tokens
 
-Tokenizer = Callable[[str], Sequence[int]]
 _FIELDS: Final = ("prompt", "question", "text", "messages")
 _EXPECTED: Final = 'expected an object with "prompt", "question", "text" or "messages"'
 
@@ -35,30 +32,6 @@ def read_prompts(path: str | Path) -> list[str]:
     if not found:
         raise DataError(f"{path}: expected at least one prompt, found none")
     return found
-
-
-def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> tuple[Tokens, ...]:
-    """Token ids of each text, cut after `longest`. Raises DataError for a text without tokens."""
-    if longest < 1:
-        raise ConfigError(f"the longest prompt has at least one token, not {longest}")
-    found = tuple(tuple(tokenizer(text)[:longest]) for text in texts)
-    if () in found:
-        raise DataError(f"the tokenizer makes nothing of prompt {found.index(()) + 1}")
-    return found
-
-
-def word_tokenizer(vocabulary: int, seed: int = 0) -> Tokenizer:
-    """A stand-in for the tokenizer of a model with random weights, which has none: each word's hash, below
-    `vocabulary`. Lengths and repetitions are those of real text; the ids have no meaning."""
-    if vocabulary < 1:
-        raise ConfigError(f"a vocabulary has at least one token, not {vocabulary}")
-    key = seed.to_bytes(8, "little", signed=True)
-
-    def tokenize(text: str) -> list[int]:
-        digests = (blake2b(word.encode(), digest_size=8, key=key).digest() for word in text.split())
-        return [int.from_bytes(digest, "little") % vocabulary for digest in digests]
-
-    return tokenize
 
 
 def draw_by_popularity(names: Sequence[str], count: int, exponent: float, seed: int = 0) -> list[str]:

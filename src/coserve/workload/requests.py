@@ -3,11 +3,13 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from coserve.core.request import SLO, SamplingParams
 from coserve.workload.arrivals import poisson_times
 
 Tokens = tuple[int, ...]
+ENDLESS: Final = 1_000_000  # epochs: more than any run takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,19 @@ class Workload:
     jobs: tuple[TimedJob, ...]
     served: tuple[tuple[str, int], ...] = ()
     scale: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapters:
+    """Existing LoRA adapters, and the skew of their popularity (synthetic)."""
+
+    count: int = 0  # none: requests ask for the base
+    rank: int = 8
+    exponent: float = 0.0  # of the power law of their popularity; 0 is uniform
+
+    @property
+    def served(self) -> tuple[tuple[str, int], ...]:
+        return tuple((f"served-{number:02}", self.rank) for number in range(self.count))
 
 
 def greedy(answer: int) -> SamplingParams:

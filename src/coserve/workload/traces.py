@@ -1,11 +1,9 @@
 """Recorded traces: scaling to a machine and a model, and replay of parts."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coserve.errors import ConfigError
-from coserve.workload.arrivals import check_positive
 from coserve.workload.trace_formats import TraceRow
 
 
@@ -24,28 +22,6 @@ class ScaledTrace:
             f"{len(self.rows)} requests of the trace, gaps x {self.time_scale:.3g}, "
             f"prompts x {self.prompt_scale:.3g}, answers x {self.answer_scale:.3g}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TracePart:
-    """A replayed part of a trace: its place, the share of requests kept, and its scaling."""
-
-    scaled: ScaledTrace
-    begin: float  # recorded seconds
-    recorded: float  # seconds from there on
-    kept: int  # requests
-    found: int
-
-    def arrivals(self) -> str:
-        """Describes the part of the trace that the arrivals come from, and how it was scaled."""
-        return (
-            f"seconds {self.begin:.0f} to {self.begin + self.recorded:.0f} of the trace, "
-            f"{self.kept} of its {self.found} requests drawn at random, time x {self.scaled.time_scale:.3g}"
-        )
-
-    def lengths(self) -> str:
-        """Describes how lengths were scaled."""
-        return f"prompts x {self.scaled.prompt_scale:.3g}, answers x {self.scaled.answer_scale:.3g}"
 
 
 def scale_trace(
@@ -80,37 +56,6 @@ def fit_trace(
         for row in rows
     )
     return ScaledTrace(scaled, time_scale, prompt_scale, answer_scale)
-
-
-def trace_part(
-    trace: Sequence[TraceRow],
-    rate: float,
-    seconds: float,
-    *,
-    begin: float,
-    length: float,
-    longest_prompt: int,
-    longest_answer: int,
-    seed: int = 0,
-) -> TracePart:
-    """`length` recorded seconds of a trace from `begin` on, replayed in `seconds` at `rate` a second.
-
-    Time is compressed and requests are dropped at random with equal chance, which keeps the shape of
-    arrivals. Lengths are scaled as by `scale_trace`. Raises ConfigError if there are too few requests.
-    """
-    check_positive(rate=rate, seconds=seconds, length=length)
-    check_positive(longest_prompt=longest_prompt, longest_answer=longest_answer)
-    found = [row for row in trace if begin <= row.at < begin + length]
-    wanted = max(1, round(rate * seconds))
-    if wanted > len(found):
-        raise ConfigError(
-            f"{wanted} requests are wanted, but seconds {begin:g} to {begin + length:g} of the trace have "
-            f"{len(found)}: choose a longer part or a lower rate"
-        )
-    drawn = sorted(random.Random(seed).sample(range(len(found)), wanted))
-    kept = [TraceRow(found[i].at - begin, found[i].prompt, found[i].answer) for i in drawn]
-    scaled = fit_trace(kept, seconds / length, longest_prompt, longest_answer)
-    return TracePart(scaled, begin, length, wanted, len(found))
 
 
 def _scaled(tokens: int, scale: float) -> int:

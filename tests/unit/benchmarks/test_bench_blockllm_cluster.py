@@ -10,8 +10,8 @@ import pytest
 
 from coserve.cluster.meeting import MovingPages, PageMove, plan_move
 from coserve.cluster.records import ClusterLink
-from coserve.simulate.clustered.setting import ClusterSample
 from coserve_benchmarks.redraw import redraw
+from coserve_benchmarks.simulation.clustered.setting import ClusterSample
 from coserve_benchmarks.simulation.papers import blockllm_cluster
 from coserve_benchmarks.simulation.papers import blockllm_figures as figures
 from coserve_benchmarks.simulation.papers.blockllm_cluster import (

@@ -16,10 +16,10 @@ from coserve.core.compact import rounded
 from coserve.core.request import SLO
 from coserve.errors import ConfigError, DataError, ServerError
 from coserve.simulate.replay import AnswerTimes, LoadResult
-from coserve.workload.mixes import ServedAdapters, TrainingSpec, WorkloadSettings
-from coserve.workload.requests import TimedRequest, Workload
+from coserve.workload.requests import ServedAdapters, TimedRequest, Workload
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.machine import measure_machine
+from coserve_benchmarks.mixes import TrainingSpec, WorkloadSettings
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.policies import papers, rounds, run, switching, traffic
 from coserve_benchmarks.policies.contest import (

@@ -8,8 +8,8 @@ import pytest
 
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
-from coserve.workload import mixes
 from coserve.workload.requests import Workload
+from coserve_benchmarks import mixes
 from coserve_benchmarks.policies import mixed, traffic
 from recorded import TRACE
 

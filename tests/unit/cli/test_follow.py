@@ -14,8 +14,7 @@ from coserve.cli.client import Client
 from coserve.cli.config import ClientSettings
 from coserve.cli.follow import PAGE, Follower, Watched
 from coserve.cli.output import duration
-from coserve.cli.plot import BLANK, curve, resample
-from coserve.cli.progress import LineProgress, LiveProgress, panel, summary
+from coserve.cli.progress import BLANK, LineProgress, LiveProgress, curve, panel, resample, summary
 
 
 class Job:

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 
-from coserve.cluster.coordination import PagesCopy, PausedPages, proactive_moves, redundant_copies
 from coserve.cluster.dispatch import SCHEDULER, Dispatch, DispatchEstimate, DispatchRule, DispatchSettings
 from coserve.cluster.meeting import Meeting, MovingPages, PageMove
-from coserve.cluster.placement import PlacementSettings, PlacementTask, moves_between, place_by_locality
 from coserve.cluster.records import (
     BlockInstance,
     ChainRequest,
@@ -25,7 +23,19 @@ from coserve.cluster.records import (
     ComputeProfile,
 )
 from coserve.cluster.scaling import AddInstance, ScalingSettings, scale
-from coserve.cluster.speculation import RowsAhead, SpeculationStep, speculated_places
+from coserve_benchmarks.simulation.clustered.coordination import (
+    PagesCopy,
+    PausedPages,
+    proactive_moves,
+    redundant_copies,
+)
+from coserve_benchmarks.simulation.clustered.placement import (
+    PlacementSettings,
+    PlacementTask,
+    moves_between,
+    place_by_locality,
+)
+from coserve_benchmarks.simulation.clustered.speculation import RowsAhead, SpeculationStep, speculated_places
 
 PAGE, TOKEN_NBYTES, BLOCK_NBYTES = 4, 2, 100
 PROFILE = ComputeProfile(((1, 0.01), (8, 0.02)))
@@ -189,7 +199,7 @@ class ScriptedCluster:
             BlockInstance(
                 worker.name, content,
                 tuple(len(self.walk(key).rows) for key in worker.queues.get(content, ())),
-                8, 64, self.now,
+                8, 64,
                 None if worker.queues.get(content) else self.now - 100 * self.draw.random(),
             )
             for worker in self.workers.values()

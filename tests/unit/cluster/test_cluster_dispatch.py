@@ -41,7 +41,7 @@ def view(*instances: BlockInstance, **used: int) -> ClusterView:
 
 
 def at(worker: str, content: str = "x", *queue: int, idle: float | None = None) -> BlockInstance:
-    return BlockInstance(worker, content, queue, 16, 400, 0.0, idle)
+    return BlockInstance(worker, content, queue, 16, 400, idle)
 
 
 def test_a_profile_is_interpolated() -> None:
@@ -141,15 +141,6 @@ def test_who_is_dead_full_or_out_of_reach_is_no_candidate() -> None:
     assert other.plan is not None and other.plan.recomputed == 8
 
 
-def test_an_agent_decides_by_what_it_heard_of_lately() -> None:
-    dispatch, request = Dispatch(), ChainRequest(1, 0, 1)
-    seen = view(replace(at("a", "x", 100), seen_at=9.5), replace(at("b"), seen_at=5.0))
-    found = dispatch.choose_at_agent(seen, request, "x", "c", 10.0)
-    assert found is not None and found.worker == "a", "c has no block, and b may be gone"
-    assert dispatch.choose_at_agent(seen, request, "x", "c", 20.0) is None
-    assert dispatch.choose(seen, request, "x", "c") is not None
-
-
 def test_blocks_are_loaded_where_settings_allow_it() -> None:
     seen, request = view(at("b")), ChainRequest(1, 0, 1)
     assert {one.worker for one in Dispatch().candidates(seen, request, "x")} == {"a", "b", "c"}
@@ -198,6 +189,6 @@ def test_choices_are_those_of_all_candidates_tried() -> None:
 
 
 def test_settings_have_ranges() -> None:
-    for wrong in ({"page": 0}, {"alike": -1.0}, {"stale": float("inf")}, {"least_similarity": 2.0}):
+    for wrong in ({"page": 0}, {"alike": -1.0}, {"least_similarity": 2.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             DispatchSettings(**wrong)  # type: ignore[arg-type]

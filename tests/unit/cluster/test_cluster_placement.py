@@ -6,7 +6,9 @@ from itertools import product
 import pytest
 from test_cluster_dispatch import PROFILE
 
-from coserve.cluster.placement import (
+from coserve.cluster.records import ClusterBlock, ClusterWorker
+from coserve.errors import ConfigError
+from coserve_benchmarks.simulation.clustered.placement import (
     DependenceCounter,
     PlacementSettings,
     PlacementTask,
@@ -14,8 +16,6 @@ from coserve.cluster.placement import (
     place_by_fragmentation,
     place_by_locality,
 )
-from coserve.cluster.records import ClusterBlock, ClusterWorker
-from coserve.errors import ConfigError
 
 
 def task(draw: random.Random, blocks: int = 5, workers: int = 3) -> PlacementTask:

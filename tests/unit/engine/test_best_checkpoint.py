@@ -10,8 +10,8 @@ import pytest
 from transformers import EarlyStoppingCallback
 
 from coserve.engine import jobs as jobs_module
-from coserve.engine.best_checkpoint import BestCheckpoint
 from coserve.engine.scoring import Validation
+from coserve.engine.served_job import BestCheckpoint
 from coserve.train import checkpoint
 from coserve.wire.messages import JobCheckpoint, JobNote, JobStep, StopJob
 from desk import Desk, job, write_data

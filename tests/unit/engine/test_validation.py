@@ -11,7 +11,7 @@ import pytest
 from coserve.core.request import SamplingParams
 from coserve.engine.link import Done
 from coserve.engine.scoring import PairScoring, Scoring
-from coserve.engine.validation import RewardScoring
+from coserve.engine.served_job import RewardScoring
 from coserve.errors import JobError
 from coserve.train.example import Example
 from coserve.train.grading.graders import PythonGrader

@@ -13,8 +13,8 @@ from coserve.core.row_buckets import GRAPHS
 from coserve.core.sequence import Direction, Span
 from coserve.schedule.cost import CostModel
 from coserve.schedule.features import NAMES, Features
-from coserve.schedule.margin import Margin
 from coserve.schedule.places import TAKEN, Places
+from coserve.schedule.step_costs import Margin
 
 DEPTH = 5
 ADAPTERS = (None, "a@1", "b@1", "job0@0")

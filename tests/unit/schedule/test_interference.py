@@ -7,8 +7,8 @@ import pytest
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, OptimStep, TrainingSegment
 from coserve.core.request import BASE, Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
+from coserve.schedule.cost import Interference
 from coserve.schedule.features import DEFAULT_WEIGHTS
-from coserve.schedule.interference import Interference
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.segments import inference_segment, training_segment
 from coserve.schedule.step_costs import StepCosts

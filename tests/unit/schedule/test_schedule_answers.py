@@ -3,8 +3,8 @@ import pytest
 from coserve.core.plan import InferenceSegment, Sampled, TokenLogprobs
 from coserve.core.request import FinishReason, Request, SamplingParams
 from coserve.core.sequence import Sequence
-from coserve.schedule.answers import record, stop_reason
 from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.open_requests import record, stop_reason
 from coserve.schedule.segments import inference_segment, note_planned
 
 CONFIG = SchedulerConfig(layers=4, max_positions=64, eos_token_ids=(2, 3))

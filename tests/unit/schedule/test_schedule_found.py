@@ -13,9 +13,9 @@ from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
-from coserve.schedule.naming import page_name, root
 from coserve.schedule.policies import make_policy
 from coserve.schedule.policies.base import View
+from coserve.schedule.prefixes import page_name, root
 from coserve.schedule.scheduler import Scheduler
 from scripted_executor import ScriptedExecutor, next_token, virtual_tokens
 from steps import apply

@@ -11,9 +11,8 @@ from coserve.core.request import Request
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.features import StepFeatures
-from coserve.schedule.margin import HISTORY, WINDOW, Margin, quantile, share_of_steps
 from coserve.schedule.segments import inference_segment, training_segment
-from coserve.schedule.step_costs import StepCosts
+from coserve.schedule.step_costs import HISTORY, WINDOW, Margin, StepCosts, quantile, share_of_steps
 from steps import step_costs, step_plan, step_result
 
 CONFIG = SchedulerConfig(layers=4, max_positions=512)

@@ -11,9 +11,8 @@ from coserve.schedule.cost import CostModel
 from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues
-from coserve.schedule.slack import INFINITE, Slack, measure
+from coserve.schedule.slack import INFINITE, Slack, measure, own_slowdown
 from coserve.schedule.step_costs import StepCosts
-from coserve.schedule.utilization import own_slowdown
 from steps import step_costs
 
 CONFIG = SchedulerConfig(layers=4, max_positions=512, slowdown=1.5, reliability=0.9)

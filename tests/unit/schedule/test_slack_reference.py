@@ -14,8 +14,7 @@ from coserve.schedule.features import DEFAULT_WEIGHTS
 from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues
-from coserve.schedule.slack import INFINITE, measure
-from coserve.schedule.utilization import own_slowdown
+from coserve.schedule.slack import INFINITE, measure, own_slowdown
 from steps import step_costs
 
 NOW, STEP, ROW = 10.0, 0.01, 0.001  # seconds of a step with any rows, and of each row

@@ -7,8 +7,7 @@ from coserve.core.request import Request
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.cost import CostModel, added_seconds
-from coserve.schedule.swapped_prefixes import SwappedPrefixes
-from coserve.schedule.swapping import Swapping
+from coserve.schedule.swapping import SwappedPrefixes, Swapping
 
 SIZE = 16  # tokens of a page
 

@@ -42,7 +42,7 @@ def test_starving_jobs_come_first_and_the_hungriest_before_them() -> None:
     train(it, "c", 9)
     served = {"a": 9.9, "b": 3.0, "c": 2.0}
     for job in it.turns(0.0, None)[0]:
-        job.served_at = served[job.name]
+        job.wait.served_at = served[job.name]
     assert order(it, now=10.0, starvation=None) == ["a", "b", "c"]
     assert order(it, now=10.0, starvation=7.5) == ["c", "a", "b"]
     assert order(it, now=10.0, starvation=5.0) == ["c", "b", "a"]

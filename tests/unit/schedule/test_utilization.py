@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from coserve.schedule.utilization import Utilization, own_slowdown
+from coserve.schedule.slack import Utilization, own_slowdown
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.25, 1.0])

@@ -9,8 +9,13 @@ from coserve.cluster.dispatch import DispatchRule, DispatchSettings
 from coserve.cluster.records import ClusterBlock, ClusterLink, ClusterWorker
 from coserve.cluster.scaling import ScalingSettings
 from coserve.errors import ConfigError
-from coserve.simulate.clustered.setting import ClusterAsk, ClusterSample, ClusterSetting, linear_profile
-from coserve.simulate.clustered.world import SimulatedCluster
+from coserve_benchmarks.simulation.clustered.setting import (
+    ClusterAsk,
+    ClusterSample,
+    ClusterSetting,
+    linear_profile,
+)
+from coserve_benchmarks.simulation.clustered.world import SimulatedCluster
 
 LINK = ClusterLink(1000.0, 0.5)
 CHAIN = ("x", "y")

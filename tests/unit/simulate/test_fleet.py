@@ -14,8 +14,8 @@ from coserve.simulate.fleet import Answered, Fleet, LeastLoaded, RoundRobin, mak
 from coserve.simulate.intervals import percentile
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import MachineSettings, SimulatedMachine
-from coserve.simulate.outcome import figures_of
 from coserve.simulate.replay import next_pressing, replay
+from coserve.simulate.sweep import figures_of
 from coserve.simulate.times import WeightedTimes
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, poisson_requests
 

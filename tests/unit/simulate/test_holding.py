@@ -12,9 +12,8 @@ from coserve.simulate import holding
 from coserve.simulate.advise import Wanted
 from coserve.simulate.holding import CLOSE, SHARES, hold
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
-from coserve.simulate.outcome import RunFigures
 from coserve.simulate.runs import FleetSettings, Simulator
-from coserve.simulate.sweep import Cell, run_cell
+from coserve.simulate.sweep import Cell, RunFigures, run_cell
 from coserve.workload.shapes import shape_named
 
 SLO_OF_ALL = SLO(first_token=0.3, between_tokens=0.012)

@@ -16,7 +16,7 @@ from coserve.simulate.hardware import Roofline, hardware_names, read_hardware
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
 from coserve.simulate.models import model_shape
 from coserve.simulate.runs import FleetSettings, Simulator
-from coserve.workload.mixes import ServedAdapters
+from coserve.workload.requests import ServedAdapters
 from coserve.workload.shapes import shape_named
 from coserve.workload.trace_formats import TraceRow, read_trace
 

@@ -12,8 +12,8 @@ from coserve.errors import ConfigError
 from coserve.simulate.counting import PassWork, PlanCounter
 from coserve.simulate.hardware import hardware_named
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
-from coserve.simulate.outcome import figures_of
 from coserve.simulate.runs import FleetSettings, Simulator
+from coserve.simulate.sweep import figures_of
 from coserve.simulate.times import RooflineTimes
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.ranks.bubbles import LOAD as BUBBLES

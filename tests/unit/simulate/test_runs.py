@@ -9,14 +9,12 @@ import pytest
 from coserve.core.request import SLO
 from coserve.errors import ConfigError
 from coserve.simulate.advise import Wanted, advise
-from coserve.simulate.capacity import USED
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
 from coserve.simulate.models import model_shape
-from coserve.simulate.outcome import figures_of
-from coserve.simulate.runs import FleetSettings, Simulator
-from coserve.simulate.sweep import compare, sweep
+from coserve.simulate.runs import USED, FleetSettings, Simulator
+from coserve.simulate.sweep import compare, figures_of, sweep
 from coserve.simulate.tracing import PerfettoTrace
-from coserve.workload.mixes import ServedAdapters
+from coserve.workload.requests import ServedAdapters
 from coserve.workload.shapes import shape_named
 from coserve.workload.trace_formats import BLOCK, TraceRow
 

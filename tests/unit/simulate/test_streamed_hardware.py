@@ -9,10 +9,9 @@ from coserve.errors import ConfigError
 from coserve.simulate.counting import PassKind, PlanCounter
 from coserve.simulate.hardware import Roofline, hardware_named
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
-from coserve.simulate.outcome import figures_of
 from coserve.simulate.runs import FleetSettings, Simulator
-from coserve.simulate.streaming import streaming_of
-from coserve.simulate.times import RooflineTimes, probes
+from coserve.simulate.sweep import figures_of
+from coserve.simulate.times import RooflineTimes, probes, streaming_of
 from coserve.workload.shapes import shape_named
 
 SHAPE = shape_named("13b").in_dtype("float16")

@@ -25,7 +25,6 @@ from coserve.split.batching import BatchingConfig
 from coserve.split.channel import SocketChannel, Transport
 from coserve.split.connection import ExecutorConnection, call_of
 from coserve.split.executor import BaseExecutor, BaseLinears
-from coserve.split.in_process import InProcess
 from coserve.split.messages import (
     VERSION,
     ClientHello,
@@ -44,6 +43,7 @@ from coserve.split.tls import ClientTls, TlsFiles
 from coserve.split.transport import SocketTransport, greet
 from coserve.wire.messages import Fault
 from models import tiny
+from split_in_process import InProcess
 from waiting import wait_until
 
 SLOT = 16 << 10  # bytes: 42 rows of width 96, so that some calls and answers do not fit

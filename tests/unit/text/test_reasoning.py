@@ -8,7 +8,7 @@ import pytest
 
 from coserve.text.deltas import joined
 from coserve.text.markup import AnswerReader, Markup
-from coserve.text.tools.hermes import HERMES
+from coserve.text.tools.formats import HERMES
 from coserve.text.tools.tool import Tool
 
 

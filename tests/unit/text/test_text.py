@@ -15,7 +15,7 @@ from coserve.jobs.formats import ChatRecord
 from coserve.jobs.messages import Message
 from coserve.text import Text
 from coserve.text.chat import encode_chat
-from coserve.text.token_bytes import byte_letters
+from coserve.text.text import byte_letters
 from spelling import sentence_pieces
 
 TEMPLATE = (

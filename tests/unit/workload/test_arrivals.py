@@ -6,8 +6,9 @@ from statistics import fmean, pstdev
 import pytest
 
 from coserve.errors import ConfigError, DataError
-from coserve.workload import arrivals, prompts, traces
+from coserve.workload import arrivals, prompts
 from coserve.workload.trace_formats import TraceRow
+from coserve_benchmarks import mixes
 from recorded import TRACE
 
 # Arrivals
@@ -67,7 +68,7 @@ def test_arrivals_need_positive_numbers(bad: float) -> None:
 
 def test_a_window_keeps_its_shape_when_it_is_pressed_and_thinned() -> None:
     begin = 1000.0  # the peak, at 1,120, comes after a third of it
-    part = traces.trace_part(
+    part = mixes.trace_part(
         TRACE, 6.0, 36.0, begin=begin, length=360.0, longest_prompt=100, longest_answer=10, seed=1
     )
     rows = part.scaled.rows
@@ -86,7 +87,7 @@ def test_a_window_keeps_its_shape_when_it_is_pressed_and_thinned() -> None:
 
 def test_a_window_counts_from_its_own_beginning() -> None:
     rows = [TraceRow(float(at), 10, 10) for at in range(100)]
-    part = traces.trace_part(rows, 1.0, 5.0, begin=20.5, length=5.0, longest_prompt=9, longest_answer=99)
+    part = mixes.trace_part(rows, 1.0, 5.0, begin=20.5, length=5.0, longest_prompt=9, longest_answer=99)
     assert [row.at for row in part.scaled.rows] == pytest.approx([0.5, 1.5, 2.5, 3.5, 4.5])
     assert [(row.prompt, row.answer) for row in part.scaled.rows] == [(9, 10)] * 5
 
@@ -94,7 +95,7 @@ def test_a_window_counts_from_its_own_beginning() -> None:
 def test_a_window_with_too_few_requests_is_refused() -> None:
     rows = [TraceRow(float(at), 10, 10) for at in range(100)]
     with pytest.raises(ConfigError, match=r"6 requests are wanted, but seconds 20 to 25 .* have 5"):
-        traces.trace_part(rows, 1.2, 5.0, begin=20.0, length=5.0, longest_prompt=9, longest_answer=9)
+        mixes.trace_part(rows, 1.2, 5.0, begin=20.0, length=5.0, longest_prompt=9, longest_answer=9)
 
 
 # Prompts and popularity
@@ -150,19 +151,19 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_words_without_a_tokenizer_are_hashed() -> None:
-    tokenize = prompts.word_tokenizer(vocabulary=32_000, seed=1)
+    tokenize = mixes.word_tokenizer(vocabulary=32_000, seed=1)
     first, second, again = tokenize("one two one")
     assert first == again != second
-    assert max(prompts.word_tokenizer(7)(" ".join(map(str, range(99))))) < 7
-    assert tokenize("one two") != prompts.word_tokenizer(vocabulary=32_000, seed=2)("one two")
+    assert max(mixes.word_tokenizer(7)(" ".join(map(str, range(99))))) < 7
+    assert tokenize("one two") != mixes.word_tokenizer(vocabulary=32_000, seed=2)("one two")
     assert tokenize("one") == [30_845]  # the same on every machine
 
 
 def test_encoded_prompts_are_cut_and_never_empty() -> None:
-    tokenize = prompts.word_tokenizer(10)
-    assert [len(ids) for ids in prompts.encode_prompts(["a b c d", "a"], tokenize, longest=3)] == [3, 1]
+    tokenize = mixes.word_tokenizer(10)
+    assert [len(ids) for ids in mixes.encode_prompts(["a b c d", "a"], tokenize, longest=3)] == [3, 1]
     with pytest.raises(DataError, match="nothing of prompt 2"):
-        prompts.encode_prompts(["a", ""], tokenize, longest=3)
+        mixes.encode_prompts(["a", ""], tokenize, longest=3)
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5])

@@ -4,6 +4,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,13 +60,11 @@ def run_and_die(change: Callable[[], object], at: int) -> bool:
 
 
 def killed_everywhere(
-    start: Path, tmp_path: Path, change: Callable[[Zoo], object], either: list[list[str]]
+    start: Path, tmp_path: Path, change: Callable[[Zoo], object], either: list[list[str]], third: int
 ) -> int:
-    """Kills `change` of a copy of the zoo at each of its operations. Afterwards the zoo is whole, has one of
-    two sets of applications, and the change can be made again."""
-    at = 0
-    while True:
-        at += 1
+    """Kills `change` of a copy of the zoo at every third of its operations. Afterwards the zoo is whole, has
+    one of two sets of applications, and the change can be made again."""
+    for at in count(third, 3):
         folder = shutil.copytree(start, tmp_path / f"at-{at}")
         died = run_and_die(lambda folder=folder: change(Zoo(folder)), at)  # type: ignore[misc]
         zoo = Zoo(folder)
@@ -85,6 +84,10 @@ def killed_everywhere(
         assert set(zoo.tensors.all_keys()) == again, "nothing is left over"
         shutil.rmtree(folder)
     return at
+
+
+# Operations 1, 4, 7 and so on, or those one or two behind them: a run of the quick suite draws one third.
+thirds = pytest.mark.parametrize("third", [1, 2, 3])
 
 
 def all_names(zoo: Zoo) -> list[str]:
@@ -111,24 +114,29 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def test_adding_a_fine_tune(small: Path, tmp_path: Path) -> None:
-    count = killed_everywhere(
+@pytest.mark.sample(1)
+@thirds
+def test_adding_a_fine_tune(small: Path, tmp_path: Path, third: int) -> None:
+    operations = killed_everywhere(
         small / "zoo", tmp_path, lambda zoo: add(zoo, small / "head", "head", "base"),
-        [["base"], ["base", "head"]],
+        [["base"], ["base", "head"]], third,
     )  # fmt: skip
-    assert count > 10
+    assert operations > 10
 
 
 @pytest.mark.slow
-def test_adding_an_adapter(small: Path, tmp_path: Path) -> None:
-    count = killed_everywhere(
+@thirds
+def test_adding_an_adapter(small: Path, tmp_path: Path, third: int) -> None:
+    operations = killed_everywhere(
         small / "zoo", tmp_path, lambda zoo: add(zoo, small / "lora", "lora", "base"),
-        [["base"], ["base", "lora"]],
+        [["base"], ["base", "lora"]], third,
     )  # fmt: skip
-    assert count > 20
+    assert operations > 20
 
 
-def test_adding_an_alternative(small: Path, tmp_path: Path) -> None:
+@pytest.mark.sample(1)
+@thirds
+def test_adding_an_alternative(small: Path, tmp_path: Path, third: int) -> None:
     digest = Zoo(small / "zoo").application("base").digest
     alike, kept = Fidelity(1.0, 1.0, 1.0, 1.0), {"A1": (0,)}
     made = Pruning("base", 1, 2, Criterion.TAYLOR, kept, alike, alike, 1.0, (1, 1), (1.0, 1.0), "none")
@@ -138,27 +146,31 @@ def test_adding_an_alternative(small: Path, tmp_path: Path) -> None:
             tensors = store_tensors(zoo, {"weight": torch.ones(3, 2)})
             zoo.publish(StoredAlternative("block", {"base": digest}, tensors, digest, made))
 
-    assert killed_everywhere(small / "zoo", tmp_path, publish, [["base"], ["base", "block"]]) > 12
+    assert killed_everywhere(small / "zoo", tmp_path, publish, [["base"], ["base", "block"]], third) > 12
 
 
-def test_removing_and_collecting(small: Path, tmp_path: Path) -> None:
+@pytest.mark.sample(1)
+@thirds
+def test_removing_and_collecting(small: Path, tmp_path: Path, third: int) -> None:
     start = shutil.copytree(small / "zoo", tmp_path / "start")
     add(Zoo(start), small / "lora", "lora", "base")
     removed = lambda zoo: zoo.remove("lora")  # noqa: E731
-    assert killed_everywhere(start, tmp_path, removed, [["base", "lora"], ["base"]]) > 4
+    assert killed_everywhere(start, tmp_path, removed, [["base", "lora"], ["base"]], third) > 4
     gone = Zoo(shutil.copytree(start, tmp_path / "gone"))
     gone.remove("lora")
-    assert killed_everywhere(gone.folder, tmp_path, lambda zoo: zoo.gc(), [["base"], ["base"]]) > 4
+    assert killed_everywhere(gone.folder, tmp_path, lambda zoo: zoo.gc(), [["base"], ["base"]], third) > 4
 
 
-def test_making_a_zoo(tmp_path: Path) -> None:
-    at, died = 0, True
-    while died:
-        at += 1
+@pytest.mark.sample(1)
+@thirds
+def test_making_a_zoo(tmp_path: Path, third: int) -> None:
+    for at in count(third, 3):
         folder = tmp_path / f"zoo-{at}"
         died = run_and_die(lambda folder=folder: Zoo.create(folder), at)  # type: ignore[misc]
         zoo = Zoo.create(folder)
         assert zoo.names() == [] and zoo.verify() == []
+        if not died:
+            break
     assert at > 10
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.zoo import delta
-from coserve.zoo.delta import compress_delta, restore_delta
+from coserve.zoo import tensors
+from coserve.zoo.tensors import compress_delta, restore_delta
 
 
 @given(
@@ -21,7 +21,7 @@ def test_any_bytes_come_back(one: bytes, other: bytes, item: int) -> None:
 
 
 def test_chunks_of_a_large_tensor_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta, "_CHUNK", 64)
+    monkeypatch.setattr(tensors, "_CHUNK", 64)
     draws = np.random.default_rng(0)
     parent = draws.standard_normal(101, np.float32)
     data = parent + np.float32(1e-5)

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from coserve.core.events import TokenEvent
-from coserve.simulate.capacity import USED
 from coserve.simulate.hardware import Roofline, hardware_named
 from coserve.simulate.loads import SimulatedLoad
 from coserve.simulate.machine import SimulatedMachine
-from coserve.simulate.runs import FleetSettings, Simulator
+from coserve.simulate.runs import USED, FleetSettings, Simulator
 from coserve.workload.requests import TimedRequest
 from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.simulation.papers import speculation

@@ -11,8 +11,8 @@ from math import cos, pi
 from random import Random
 from typing import Any, Final
 
-from coserve.simulate.clustered.setting import ClusterAsk, ClusterOutcome, ClusterSample
 from coserve.simulate.intervals import percentile
+from coserve_benchmarks.simulation.clustered.setting import ClusterAsk, ClusterOutcome, ClusterSample
 from coserve_benchmarks.simulation.papers.speculation import ChainFigures
 
 Series = dict[str, list[Any]]

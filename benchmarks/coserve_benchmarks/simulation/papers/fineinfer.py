@@ -7,8 +7,8 @@ from typing import Final
 
 from coserve.core.request import SLO
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
-from coserve.simulate.outcome import RunFigures, figures_of
 from coserve.simulate.runs import FleetSettings, Simulator
+from coserve.simulate.sweep import RunFigures, figures_of
 from coserve.workload.shapes import ModelShape, shape_named
 from coserve_benchmarks.simulation.papers.statement import FigureTable, PaperResult, Say, Statement, size
 

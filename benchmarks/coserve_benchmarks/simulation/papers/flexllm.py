@@ -18,8 +18,8 @@ from coserve.core.request import SLO
 from coserve.simulate.hardware import hardware_named
 from coserve.simulate.intervals import mean_interval
 from coserve.simulate.loads import SimulatedLoad, TrainingLoad
-from coserve.simulate.outcome import RunFigures, figures_of
 from coserve.simulate.runs import FleetSettings, Simulator
+from coserve.simulate.sweep import RunFigures, figures_of
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.simulation.papers.flexllm_figures import case_study, memory_series
 from coserve_benchmarks.simulation.papers.statement import (

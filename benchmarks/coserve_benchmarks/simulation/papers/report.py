@@ -10,8 +10,8 @@ from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import MachineSettings, SimulatedMachine
 from coserve.simulate.replay import LoadResult, replay
 from coserve.simulate.times import WeightedTimes
-from coserve.workload.mixes import ServedAdapters, TrainingSpec, WorkloadSettings
-from coserve.workload.requests import Workload
+from coserve.workload.requests import ServedAdapters, Workload
+from coserve_benchmarks.mixes import TrainingSpec, WorkloadSettings
 from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.simulation.papers.statement import FigureTable, PaperResult, Say, Statement, size
 

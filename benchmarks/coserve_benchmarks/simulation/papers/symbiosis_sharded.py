@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from coserve.simulate.capacity import USED
+from coserve.simulate.runs import USED
 from coserve.split.batching import BatchingConfig
 from coserve.workload.shapes import ModelShape
 from coserve_benchmarks.simulation.papers.split_world import (

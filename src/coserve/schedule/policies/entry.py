@@ -7,8 +7,7 @@ from coserve.core.request import BASE
 from coserve.core.sequence import Sequence
 from coserve.schedule.features import StepFeatures
 from coserve.schedule.policies.base import INFINITE, View
-from coserve.schedule.slack import unspent
-from coserve.schedule.utilization import own_slowdown
+from coserve.schedule.slack import own_slowdown, unspent
 
 _SURE: Final = 0.9  # of a bound: a request that enters last cannot make up for a slow step
 

@@ -64,7 +64,7 @@ class Hybrid(Policy):
 
     def _least(self, view: View) -> float:
         """Seconds that the smallest piece may take whatever the quantum."""
-        return view.slack if view.jobs[0].passed >= _STEPS else 0.0
+        return view.slack if view.jobs[0].wait.passed >= _STEPS else 0.0
 
     def _undisturbed(self, view: View) -> Allowance:
         """A quantum, where nobody minds how long the step takes but who arrives during it."""
@@ -88,5 +88,5 @@ class Hybrid(Policy):
 
     def _coming(self, view: View) -> float:
         """Seconds that a larger window may wait for; 0 where slack did not add up for too many steps."""
-        is_patient = self._windows == "chosen" and view.jobs[0].passed < _STEPS
+        is_patient = self._windows == "chosen" and view.jobs[0].wait.passed < _STEPS
         return view.coming_slack if is_patient else 0.0

@@ -7,7 +7,6 @@ from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.errors import ApiError
 from coserve.serve.state import State
 from coserve.serve.store.records import JobRecord, Tenant
-from coserve.serve.training.recipe import method_used
 
 MOST_ADAPTERS: Final = 32  # one behind the other
 
@@ -45,9 +44,10 @@ async def lineage_of(state: State, tenant: Tenant, model: Model) -> tuple[list[d
 
 async def _of_job(state: State, tenant: Tenant, job: JobRecord) -> AsyncIterator[dict[str, Any]]:
     """A job and its files."""
+    method = job.options.get("objective", {}).get("type", "supervised")
     yield {
         "kind": "job", "id": job.id, "name": job.id, "exists": True, "created_at": job.created,
-        "method": method_used(job)["type"], "steps": job.step, "status": job.status,
+        "method": method, "steps": job.step, "status": job.status,
     }  # fmt: skip
     for kind, id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
         if id is None:

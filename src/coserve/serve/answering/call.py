@@ -9,8 +9,8 @@ import msgspec
 
 from coserve.core.request import SLO, Request
 from coserve.serve.adapter_registry.catalog import EXACT, Model
-from coserve.serve.answering.clock import CallClock
 from coserve.serve.answering.cost import RequestCost
+from coserve.serve.answering.timing import CallClock
 from coserve.serve.store.records import Tenant
 from coserve.text.markup import PLAIN, Markup
 

@@ -9,8 +9,7 @@ from coserve.errors import EngineLost
 from coserve.serve.answering.answers import account, tickets_of
 from coserve.serve.answering.call import Call, CallUsage
 from coserve.serve.answering.fair import Ticket
-from coserve.serve.answering.meter import AnswerMeter
-from coserve.serve.answering.timing import AnswerTiming
+from coserve.serve.answering.timing import AnswerMeter, AnswerTiming
 from coserve.serve.state import State
 from coserve.serve.tasks import cancel
 

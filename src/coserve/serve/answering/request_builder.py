@@ -11,7 +11,7 @@ from coserve.core.request import SLO, Request, SamplingParams
 from coserve.errors import DataError
 from coserve.serve.adapter_registry.catalog import Model
 from coserve.serve.answering.call import IN_BACKGROUND, SEEDS, Call
-from coserve.serve.answering.chat import Chat
+from coserve.serve.answering.chat import Chat, chat_grammar
 from coserve.serve.answering.cost import (
     MOST_CHARACTERS,
     RequestLimits,
@@ -19,7 +19,6 @@ from coserve.serve.answering.cost import (
     check_counts,
     request_cost,
 )
-from coserve.serve.answering.grammars import chat_grammar
 from coserve.serve.answering.structure import Structure
 from coserve.serve.engine.link import CONNECTING
 from coserve.serve.errors import ApiError

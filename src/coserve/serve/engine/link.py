@@ -15,12 +15,10 @@ from msgspec import structs
 
 from coserve.core.request import BASE, Request
 from coserve.errors import CoserveError, EngineLost, Quarantined, error_named
-from coserve.serve.engine.connection import EngineConnection
-from coserve.serve.engine.live import LiveRequest
+from coserve.serve.engine.connection import EngineConnection, LiveRequest
 from coserve.serve.engine.live_sessions import LiveSessions
 from coserve.serve.engine.news import EngineNews
-from coserve.serve.engine.probation import Probation, WorkItem
-from coserve.serve.engine.verdicts import Verdicts
+from coserve.serve.engine.probation import Probation, Verdicts, WorkItem
 from coserve.wire.codec import decode_answer
 from coserve.wire.frames import read_frame
 from coserve.wire.messages import (

@@ -15,8 +15,7 @@ from msgspec import structs
 from coserve.errors import CoserveError, EngineLost, JobError, Quarantined
 from coserve.serve.engine.connection import EngineConnection
 from coserve.serve.engine.journal import Change, Entry, Journal
-from coserve.serve.engine.probation import ALONE_SECONDS, Probation, WorkItem
-from coserve.serve.engine.verdicts import Verdicts
+from coserve.serve.engine.probation import ALONE_SECONDS, Probation, Verdicts, WorkItem
 from coserve.serve.store.durable import link_files
 from coserve.wire.codec import decode_commands, encode_commands, pack_command
 from coserve.wire.messages import (

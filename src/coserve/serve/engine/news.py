@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from coserve.errors import StateError
-from coserve.serve.engine.verdicts import QuarantineVerdict
+from coserve.serve.engine.probation import QuarantineVerdict
 from coserve.wire.messages import Hello, Numbered
 
 log = logging.getLogger(__name__)

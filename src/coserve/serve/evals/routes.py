@@ -1,7 +1,7 @@
 """`/v1/evals`: graders over data, with or without a model that answers."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query, Response
@@ -26,11 +26,12 @@ from coserve.serve.evals.schema import (
 )
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
-from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
-from coserve.serve.routes.files import find_file, unknown_cursor
+from coserve.serve.http.json_replies import json_reply
+from coserve.serve.http.pages import page_reply
+from coserve.serve.routes.files import find_file
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id
-from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Page, Tenant
+from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Tenant
 from coserve.train.grading.asking import message_template, models_asked
 from coserve.train.grading.graders import JsonSchemaGrader
 
@@ -86,7 +87,7 @@ async def list_evals(
 ) -> Response:
     """The caller's evals, by their creation."""
     page = await state.store.evals.page(EvalRecord, caller.id, after, limit, order == "asc")
-    return await _listed(state, caller, page, after, _shown)
+    return await page_reply(state, caller, page, after, _shown)
 
 
 @router.get(
@@ -179,7 +180,7 @@ async def list_runs(
     of = [EvalRunRecord.eval == (await _find(state, caller, eval_id)).id]
     wanted = [] if status is None else [EvalRunRecord.status == status]
     page = await state.store.evals.page(EvalRunRecord, caller.id, after, limit, order == "asc", of, wanted)
-    return await _listed(state, caller, page, after, _run)
+    return await page_reply(state, caller, page, after, _run)
 
 
 @router.get(
@@ -233,7 +234,7 @@ async def list_output_items(
     of = [EvalItemRecord.run == run.id]
     wanted = [] if status is None else [EvalItemRecord.status == status]
     page = await state.store.evals.page(EvalItemRecord, caller.id, after, limit, order == "asc", of, wanted)
-    return await _listed(state, caller, page, after, lambda row: _item(eval_id, row))
+    return await page_reply(state, caller, page, after, lambda row: _item(eval_id, row))
 
 
 @router.get(
@@ -275,18 +276,6 @@ async def _told(state: State, caller: Tenant, value: BaseModel, status: int = 20
 
 def _no_such(what: str, id: str) -> ApiError:
     return not_found(f"Could not find {what}: {id}", param=f"{what}_id", code=f"{what}_not_found")
-
-
-async def _listed(
-    state: State, caller: Tenant, page: Page[Any] | None, after: str | None, shown: Callable[[Any], Any]
-) -> Response:
-    """A page of a list. Raises ApiError 400 where there is none after `after`."""
-    if page is None:
-        raise unknown_cursor(after)
-    ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    data = [WrittenJson(written_later(shown, row)) for row in page.records]
-    told = {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1]}
-    return await json_reply(state.bodies, caller.id, {**told, "has_more": page.has_more})
 
 
 def _mismatch(schema: Mapping[str, Any], items: list[dict[str, Any]]) -> int | None:

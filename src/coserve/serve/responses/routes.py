@@ -15,7 +15,8 @@ from coserve.serve.answering.request_builder import RequestBuilder
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
-from coserve.serve.http.json_replies import WrittenJson, cut, json_reply, pieced
+from coserve.serve.http.json_replies import WrittenJson, cut, pieced
+from coserve.serve.http.pages import page_reply
 from coserve.serve.http.streams import ClientGone, EventStream, unless_gone
 from coserve.serve.responses.background import InBackground, ResponseRuns
 from coserve.serve.responses.events import replayed, usage_of
@@ -183,12 +184,13 @@ async def list_input_items(
 
 async def listed(state: State, caller: Tenant, page: Page[ItemRecord] | None, after: str | None) -> Response:
     """A page of items. Raises ApiError 404 for an unknown cursor."""
-    if page is None:
-        raise not_found(f"Item with id '{after}' not found.", "after")
-    ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    shown = [WrittenJson([row.item.encode()]) for row in page.records]
-    told = {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1]}
-    return await json_reply(state.bodies, caller.id, {**told, "has_more": page.has_more})
+    return await page_reply(
+        state, caller, page, after, lambda row: WrittenJson([row.item.encode()]), _unknown_item
+    )
+
+
+def _unknown_item(after: str | None) -> ApiError:
+    return not_found(f"Item with id '{after}' not found.", "after")
 
 
 async def _found(state: State, caller: Tenant, id: str) -> ResponseRecord:

@@ -16,7 +16,7 @@ from coserve.serve.http.auth import Caller
 from coserve.serve.http.idempotency import KEYED
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
-from coserve.serve.routes.files import unknown_cursor
+from coserve.serve.http.pages import unknown_cursor
 from coserve.serve.routes.models import card_of
 from coserve.serve.schema.adapters import AdapterCard, AdapterList, Lineage
 from coserve.serve.schema.models import LoadAdapterRequest, ModelCard, UnloadAdapterRequest

@@ -9,7 +9,8 @@ from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.idempotency import KEYED
 from coserve.serve.http.json_bodies import JsonRoute
-from coserve.serve.routes.files import find_file, no_such_file, unknown_cursor
+from coserve.serve.http.pages import unknown_cursor
+from coserve.serve.routes.files import find_file, no_such_file
 from coserve.serve.schema.batches import BatchCounts, BatchList, BatchObject, BatchRequest, BatchStatus
 from coserve.serve.state import Shared
 from coserve.serve.store.ids import new_id

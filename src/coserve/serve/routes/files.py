@@ -17,7 +17,7 @@ from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.evals.entries import read_entries
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.idempotency import KEYED
-from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
+from coserve.serve.http.pages import page_reply
 from coserve.serve.http.streams import ClientGone, unless_gone
 from coserve.serve.http.uploads import Upload
 from coserve.serve.schema.files import (
@@ -82,12 +82,7 @@ async def list_files(
 ) -> Response:
     """The caller's files, the newest first unless `order` says otherwise."""
     page = await state.store.files.page(caller.id, after, limit, order == "asc", purpose)
-    if page is None:
-        raise unknown_cursor(after)
-    ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    shown = [WrittenJson(written_later(shown_file, file)) for file in page.records]
-    told = {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1]}
-    return await json_reply(state.bodies, caller.id, {**told, "has_more": page.has_more})
+    return await page_reply(state, caller, page, after, shown_file)
 
 
 @router.get("/v1/files/{file_id}", responses=error_responses(404), summary="Retrieve a file")
@@ -127,11 +122,6 @@ async def find_file(state: State, tenant: Tenant, id: str, param: str) -> File:
     if file is None:
         raise no_such_file(id, param)
     return file
-
-
-def unknown_cursor(after: str | None) -> ApiError:
-    """The error for an unknown `after`."""
-    return ApiError(400, f"The list holds no '{after}' to go on after.", param="after", code="invalid_cursor")
 
 
 def _described(upload: Upload, id: str, tenant: Tenant, now: int) -> File:

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -23,8 +24,9 @@ from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.idempotency import KEYED
 from coserve.serve.http.json_bodies import JsonRoute
-from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
-from coserve.serve.routes.files import find_file, unknown_cursor
+from coserve.serve.http.pages import page_reply
+from coserve.serve.routes.files import find_file
+from coserve.serve.routes.job_bodies import checkpoint_interval, configuration_of, method_used, recipe_of
 from coserve.serve.schema.common import MOST_METADATA
 from coserve.serve.schema.jobs import (
     MOST_SEED,
@@ -40,15 +42,8 @@ from coserve.serve.schema.jobs import (
 from coserve.serve.state import Shared, State
 from coserve.serve.store.ids import new_id, tail_of
 from coserve.serve.store.records import CheckpointRecord, Event, File, JobRecord, Tenant
-from coserve.serve.training.configuration import configuration_of
 from coserve.serve.training.origins import origins_of
-from coserve.serve.training.recipe import (
-    checkpoint_interval,
-    method_used,
-    of_engine,
-    recipe_of,
-    spec_of,
-)
+from coserve.serve.training.specs import of_engine, spec_of
 from coserve.serve.training.told import told_preview
 from coserve.train.grading.asking import models_asked
 from coserve.train.objectives import Reinforcement, objective_of
@@ -256,10 +251,7 @@ async def list_jobs(
     """The caller's jobs, the newest first; `metadata[key]=value` keeps those that carry this pair, and
     `metadata=null` those without any."""
     page = await state.store.jobs.page(caller.id, after, limit, _metadata(request), status)
-    if page is None:
-        raise unknown_cursor(after)
-    shown = [WrittenJson(written_later(shown_job, state, job)) for job in page.records]
-    return await _listed(state, caller, shown, page.has_more)
+    return await page_reply(state, caller, page, after, partial(shown_job, state), tells_ends=False)
 
 
 @router.get("/jobs/{job_id}", responses=error_responses(404), summary="Retrieve a fine-tuning job")
@@ -318,10 +310,7 @@ async def list_events(
     figures."""
     job = await find_job(state, caller, job_id)
     page = await state.store.job_history.events(job.id, after, limit)
-    if page is None:
-        raise unknown_cursor(after)
-    shown = [WrittenJson(written_later(_event, event)) for event in page.records]
-    return await _listed(state, caller, shown, page.has_more)
+    return await page_reply(state, caller, page, after, _event, tells_ends=False)
 
 
 @router.get(
@@ -336,19 +325,7 @@ async def list_checkpoints(
     """A job's adapter at several steps, the newest first. Each can be sampled while the job runs."""
     job = await find_job(state, caller, job_id)
     page = await state.store.job_history.checkpoints(job.id, after, limit)
-    if page is None:
-        raise unknown_cursor(after)
-    ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    shown = [WrittenJson(written_later(checkpoint_told, checkpoint)) for checkpoint in page.records]
-    return await _listed(state, caller, shown, page.has_more, first_id=ends[0], last_id=ends[1])
-
-
-async def _listed(
-    state: State, caller: Tenant, data: list[WrittenJson], has_more: bool, **more: str | None
-) -> Response:
-    """A page of a list."""
-    told = {"object": "list", "data": data, **more, "has_more": has_more}
-    return await json_reply(state.bodies, caller.id, told)
+    return await page_reply(state, caller, page, after, checkpoint_told)
 
 
 async def find_job(state: State, tenant: Tenant, id: str) -> JobRecord:

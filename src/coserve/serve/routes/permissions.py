@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 from coserve.serve.errors import error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
-from coserve.serve.routes.files import unknown_cursor
+from coserve.serve.http.pages import unknown_cursor
 from coserve.serve.schema.common import RequestBody
 from coserve.serve.schema.jobs import FileId
 from coserve.serve.state import Shared, State

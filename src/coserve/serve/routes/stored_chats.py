@@ -12,6 +12,7 @@ from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, cut, json_reply, pieced, written
+from coserve.serve.http.pages import page_reply
 from coserve.serve.schema.chat import (
     ChatCompletion,
     ChatRequest,
@@ -60,12 +61,7 @@ async def list_completions(
     """The caller's stored completions, the oldest first unless `order` says otherwise; with
     `metadata[KEY]=VALUE` those that have this entry."""
     page = await state.store.chats.page(caller.id, after, limit, order == "asc", model, _labels(request))
-    if page is None:
-        raise not_found(f"Completion with id '{after}' not found.", "after")
-    ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    shown = [WrittenJson([_shown(row)]) for row in page.records]
-    told = {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1]}
-    return await json_reply(state.bodies, caller.id, {**told, "has_more": page.has_more})
+    return await page_reply(state, caller, page, after, lambda row: WrittenJson([_shown(row)]), _no_cursor)
 
 
 @router.get(
@@ -152,6 +148,10 @@ async def _found(state: State, caller: Tenant, id: str) -> StoredChat:
     if row is None:
         raise _unknown(id)
     return row
+
+
+def _no_cursor(after: str | None) -> ApiError:
+    return not_found(f"Completion with id '{after}' not found.", "after")
 
 
 def _unknown(id: str) -> ApiError:

@@ -43,7 +43,6 @@ from coserve.serve.schema.tools import (
     CallId,
     FunctionTool,
     NamedTool,
-    ToolCallDelta,
     ToolCallMade,
     ToolCallParam,
     ToolChoice,
@@ -297,38 +296,6 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
     prompt_logprobs: list[Any] | None = Field(None, description="Where they are asked for.")
-
-
-class ChatCompletionDelta(BaseModel):
-    """A new part of a message."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-
-
-class ChatChunkChoice(BaseModel):
-    index: int
-    delta: ChatCompletionDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinishName | None
-    token_ids: list[int] | None = None
-    chain: str | None = None  # in an answer's last chunk
-
-
-class ChatChunk(BaseModel):
-    """A piece of an answer, as a stream brings it."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    service_tier: Tier
-    system_fingerprint: str
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class CompletionUpdate(RequestBody):

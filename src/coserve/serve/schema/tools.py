@@ -113,17 +113,3 @@ class ToolCallMade(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-
-
-class CalledFunctionDelta(BaseModel):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class ToolCallDelta(BaseModel):
-    """A new part of a call: the first one has its id and name."""
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: CalledFunctionDelta | None = None

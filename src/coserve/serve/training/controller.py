@@ -29,18 +29,16 @@ from coserve.core.job_status import JobStatus
 from coserve.core.job_words import JobPlace, Rival
 from coserve.errors import AdapterError, ConflictError, StateError
 from coserve.serve.engine.link import EngineLink
-from coserve.serve.engine.probation import WorkItem
-from coserve.serve.engine.verdicts import QuarantineVerdict
+from coserve.serve.engine.probation import QuarantineVerdict, WorkItem
 from coserve.serve.settings import ServerSettings
 from coserve.serve.store.durable import RESUMING, sweep
 from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import Adapter, File, JobRecord, NewsMark
 from coserve.serve.store.store import Store
 from coserve.serve.training.artifacts import Artifacts
-from coserve.serve.training.brought import artifacts_are_here, bring_artifacts
-from coserve.serve.training.origins import drop_origins
-from coserve.serve.training.recipe import best_checkpoint, spec_of
+from coserve.serve.training.origins import artifacts_are_here, bring_artifacts, drop_origins
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
+from coserve.serve.training.specs import best_checkpoint, spec_of
 from coserve.wire.messages import (
     Fault,
     Hello,

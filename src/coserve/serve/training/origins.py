@@ -19,6 +19,7 @@ from coserve.serve.store.store import Store
 
 Origin = Literal["start", "teacher"]
 _ORIGINS: Final[tuple[Origin, ...]] = get_args(Origin)
+_CHECKPOINTS: Final = 2  # from which a job goes on: the newest, and one in case that is damaged
 
 
 def origin_folder(store: Store, job: str, origin: Origin) -> Path:
@@ -88,3 +89,25 @@ async def sweep_origins(store: Store) -> None:
 def _drop(job: Path) -> None:
     for origin in _ORIGINS:
         shutil.rmtree(job / origin, ignore_errors=True)
+
+
+async def bring_artifacts(store: Store, job: JobRecord) -> None:
+    """Brings a job's data, the adapters that it begins with or learns from, and its newest checkpoints.
+    Raises StateError where the artifact store is away."""
+    async for path in _paths(store, job):
+        await store.artifacts.get(path)
+
+
+async def artifacts_are_here(store: Store, job: JobRecord) -> bool:
+    """Tells whether `bring_artifacts` has nothing to bring."""
+    return all([store.artifacts.is_here(path) async for path in _paths(store, job)])
+
+
+async def _paths(store: Store, job: JobRecord) -> AsyncIterator[Path]:
+    for id in (job.training_file, job.validation_file):
+        if id is not None and (file := await store.files.get(job.tenant, id)) is not None:
+            yield store.file_path(file)
+    for folder in origins_present(store, job):
+        yield folder
+    for checkpoint in (await store.job_history.all_checkpoints(job.id))[-_CHECKPOINTS:]:
+        yield store.folder_of(checkpoint)

@@ -13,7 +13,7 @@ from coserve.errors import EngineLost, JobError, Quarantined, RequestError
 from coserve.serve.engine import journal, live_sessions
 from coserve.serve.engine.link import EngineLink
 from coserve.serve.engine.live_sessions import MOST_LIVES, LiveSession, pass_key
-from coserve.serve.engine.verdicts import QuarantineVerdict
+from coserve.serve.engine.probation import QuarantineVerdict
 from coserve.wire.messages import (
     CloseTraining,
     Command,

@@ -10,7 +10,7 @@ import pytest
 from coserve.core.request import Request, SamplingParams
 from coserve.errors import EngineLost, Quarantined, RequestError
 from coserve.serve.engine.link import EngineLink
-from coserve.serve.engine.verdicts import QuarantineVerdict
+from coserve.serve.engine.probation import QuarantineVerdict
 from coserve.wire.messages import AddAdapter, CheckJob, CheckMethod, Command, JobSpec
 from fake_engine import FakeEngine, expected
 from waiting import until

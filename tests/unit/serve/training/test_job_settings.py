@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from coserve.serve.errors import ApiError
+from coserve.serve.routes.job_bodies import checkpoint_interval, recipe_of
 from coserve.serve.schema.jobs import JobRequest
-from coserve.serve.training.recipe import checkpoint_interval, recipe_of
 
 
 def request(**optimizer: Any) -> JobRequest:

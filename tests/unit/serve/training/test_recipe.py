@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from coserve.serve.routes.job_bodies import auto_batch_size, auto_epochs, usual_rate
 from coserve.serve.store.records import JobRecord
-from coserve.serve.training.recipe import auto_batch_size, auto_epochs, usual_rate
 from coserve.serve.training.shares import job_weights, next_job, next_to_wait
 
 

@@ -1,6 +1,5 @@
-"""Translates a job into the engine's settings, with "auto" resolved."""
+"""Bodies of jobs as settings, with "auto" resolved, and the other way round."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,12 +12,8 @@ from coserve.serve.schema.jobs import (
     ReinforcementHyperparameters,
     ReinforcementMethod,
 )
-from coserve.serve.store.records import CheckpointRecord, File, JobRecord
-from coserve.serve.store.store import Store
-from coserve.serve.store.tinker import as_adapter
-from coserve.serve.training.origins import Origin, origin_folder
+from coserve.serve.store.records import JobRecord
 from coserve.train.lengths import CUT_PROMPT
-from coserve.wire.messages import JobSpec
 
 _USUAL_RATE: Final = 2e-4  # for adapters of models with this width:
 _USUAL_WIDTH: Final = 4096
@@ -28,8 +23,6 @@ _MOST_EPOCHS: Final = 25
 _STEPS: Final = 100  # least optimizer steps of a job
 _LARGEST_BATCH: Final = 32
 _MOST_CHECKPOINTS: Final = 100  # of one job, whose weights stay on the disk
-# Of a job's options those that are not TrainingConfig's: the training method, and the id of who teaches.
-_OF_METHOD: Final = frozenset({"objective", "teacher"})
 # Of a reinforcement's hyperparameters those that the engine knows by other names, or not at all.
 _OPENAIS: Final = frozenset({"compute_multiplier", "eval_interval", "eval_samples", "reasoning_effort"})
 _GROUP: Final = 8  # answers to a prompt
@@ -38,6 +31,8 @@ _OTHERS: Final = frozenset({
     "learning_rate", "gradient_accumulation_steps", "save_steps", "load_best_model_at_end",
     "early_stopping_patience", "early_stopping_threshold",
 })  # fmt: skip
+# Of the optimizer's fields those whose null is a value of its own.
+_NULL: Final = frozenset({"max_grad_norm"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,86 +123,6 @@ def _check_optimizer(optimizer: OptimizerSettings, validates: bool) -> None:
             raise ApiError(400, message, param=f"optimizer.{name}", code="invalid_value")
 
 
-async def spec_of(store: Store, job: JobRecord, base: str) -> JobSpec:
-    """The engine's description of a job on the base of the id `base`. The path of a missing file is empty,
-    and the job fails there. Files that other servers took are brought here. Raises StateError."""
-    ids = (job.training_file, job.validation_file)
-    files = {
-        file.id: file
-        for id in ids
-        if id is not None and (file := await store.files.get(job.tenant, id)) is not None
-    }
-    data, validation = (None if id is None else files.get(id) for id in ids)
-    options = {name: value for name, value in job.options.items() if name not in _OF_METHOD}
-    objective = job.options.get("objective", {})
-    # A job of a version without this field cut what was too long, and dropped such prompts.
-    options.setdefault("too_long", "skip" if objective.get("type") == "reinforcement" else "truncate")
-    wanted = OptimizerSettings.model_validate(job.optimizer or {})
-    checkpoints = await store.job_history.all_checkpoints(job.id)
-    costs = ((one.step, _cost(one.metrics)) for one in checkpoints)
-    return JobSpec(
-        job=job.id,
-        data=await _path(store, data),
-        data_name=None if data is None else data.filename,
-        folder=str(store.job_folder(job.id) / "checkpoints"),
-        options=options,
-        objective=of_engine(objective),
-        method=job.peft or {},
-        start_from=await _folder_of(store, job.id, "start", job.start_from),
-        teacher=await _folder_of(store, job.id, "teacher", job.options.get("teacher")),
-        validation=None if job.validation_file is None else await _path(store, validation),
-        validation_name=None if validation is None else validation.filename,
-        every=job.every,
-        keep_best=_keeps_best(wanted),
-        patience=wanted.early_stopping_patience,
-        threshold=wanted.early_stopping_threshold,
-        validated={step: cost for step, cost in costs if cost is not None},
-        base=base,
-        attempt=store.leases.fence("job", job.id),
-    )
-
-
-async def _path(store: Store, file: File | None) -> str:
-    return "" if file is None else str(await store.bring_file(file))
-
-
-def _cost(metrics: Mapping[str, Any]) -> float | None:
-    """The number of which a job's best checkpoint has the lowest; None where validation gave none."""
-    reward = metrics.get("valid_reward")
-    return metrics.get("valid_loss") if reward is None else -reward
-
-
-def best_checkpoint(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) -> int | None:
-    """The step of the best of a job's checkpoints, as validation found; None where the job was not asked to
-    keep that one, or none was validated."""
-    if not _keeps_best(OptimizerSettings.model_validate(job.optimizer or {})):
-        return None
-    costs = {one.step: cost for one in checkpoints if (cost := _cost(one.metrics)) is not None}
-    return min(costs, key=costs.__getitem__, default=None)
-
-
-def _keeps_best(wanted: OptimizerSettings) -> bool:
-    return wanted.load_best_model_at_end or wanted.early_stopping_patience is not None
-
-
-async def _folder_of(store: Store, job: str, origin: Origin, id: str | None) -> str | None:
-    """The folder of an adapter that a job begins with or learns from.
-
-    A job without files of its own was made by an earlier version, or uses an adapter of the server's
-    settings. If that has been removed, the folder is missing, and the job fails.
-    """
-    if id is None:
-        return None
-    own = await store.artifacts.get(origin_folder(store, job, origin))
-    if own.is_dir():
-        return str(own)
-    adapter = await store.adapters.get(id)
-    if adapter is None and (checkpoint := await store.tinker_checkpoints.get(id)) is not None:
-        adapter = as_adapter(checkpoint)
-    folder = store.adapter_folder(id) if adapter is None else store.folder_of(adapter)
-    return str(await store.artifacts.get(folder))
-
-
 def auto_epochs(examples: int) -> int:
     """Epochs that "auto" chooses for `examples` examples."""
     if examples * _EPOCHS < _FEWEST:
@@ -269,11 +184,6 @@ def _objective(request: JobRequest) -> dict[str, Any] | None:
     return objective
 
 
-def of_engine(objective: dict[str, Any]) -> dict[str, Any]:
-    """A training method's settings as the engine takes them: a response format is a grammar there."""
-    return {name: value for name, value in objective.items() if name != "response_format"}
-
-
 def method_used(job: JobRecord) -> dict[str, Any]:
     """A job's training method as the API shows it."""
     objective = {**job.options.get("objective", {})}
@@ -294,3 +204,35 @@ def _rate(wanted: Hyperparameters, optimizer: OptimizerSettings, usual: float) -
         message = "Give either 'learning_rate_multiplier' or optimizer.learning_rate, not both."
         raise ApiError(400, message, param="optimizer.learning_rate", code="invalid_value")
     return optimizer.learning_rate, optimizer.learning_rate / usual
+
+
+def configuration_of(job: JobRecord) -> JobRequest:
+    """The body of a job with every "auto" and every default of the server replaced by what was chosen, also
+    the seed. Of two settings that exclude each other there is the one that was asked for."""
+    optimizer = OptimizerSettings.model_validate(job.optimizer or {})
+    method = method_used(job)
+    hyperparameters = method[method["type"]]["hyperparameters"]
+    settings = optimizer.model_dump()
+    if optimizer.learning_rate is not None:
+        del hyperparameters["learning_rate_multiplier"]
+    if "compute_multiplier" in hyperparameters and "group_size" in hyperparameters:
+        del hyperparameters["compute_multiplier"]
+    if hyperparameters.get("eval_interval", "auto") == "auto":
+        hyperparameters.pop("eval_interval", None)
+        settings["save_steps"] = job.every
+    settings.pop("warmup_ratio" if optimizer.warmup_steps else "warmup_steps")
+    if optimizer.early_stopping_patience is None:
+        del settings["early_stopping_threshold"]
+    body: dict[str, Any] = {
+        "model": job.model,
+        "training_file": job.training_file,
+        "validation_file": job.validation_file,
+        "suffix": job.suffix,
+        "seed": job.seed,
+        "method": method,
+        "metadata": job.labels,
+        "integrations": job.integrations,
+        "peft": job.peft,
+        "optimizer": {name: value for name, value in settings.items() if value is not None or name in _NULL},
+    }
+    return JobRequest.model_validate({name: value for name, value in body.items() if value is not None})

@@ -12,15 +12,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from coserve.cluster.coordination import PagesCopy, redundant_copies
 from coserve.cluster.dispatch import SCHEDULER, WAYS, Dispatch, DispatchEstimate
 from coserve.cluster.meeting import Meeting, PageMove
-from coserve.cluster.placement import DependenceCounter
 from coserve.cluster.records import BlockInstance, ChainRequest, ClusterLink, ClusterView, ClusterWorker
 from coserve.cluster.scaling import AddInstance, scale
 from coserve.errors import ConfigError
-from coserve.simulate.clustered.device import SimulatedInstance, VirtualEvents, WaitingRows, Wire
-from coserve.simulate.clustered.setting import ClusterAsk, ClusterOutcome, ClusterSample, ClusterSetting
+from coserve_benchmarks.simulation.clustered.coordination import PagesCopy, redundant_copies
+from coserve_benchmarks.simulation.clustered.device import SimulatedInstance, VirtualEvents, WaitingRows, Wire
+from coserve_benchmarks.simulation.clustered.placement import DependenceCounter
+from coserve_benchmarks.simulation.clustered.setting import (
+    ClusterAsk,
+    ClusterOutcome,
+    ClusterSample,
+    ClusterSetting,
+)
 
 _PATIENCE: Final = 4.0  # of a chunk of pages, in its own seconds
 _RECOVERED: Final = 0.05  # of what a rate of recomputing is below that of an idle device, at each look
@@ -125,9 +130,7 @@ class SimulatedCluster:
                 queue = one.batches(most)
                 idle_since = None if queue or self._holders[name, content] else one.last_used
                 instances.append(
-                    BlockInstance(
-                        name, content, queue, most, self.setting.most_queued, self.events.now, idle_since
-                    )
+                    BlockInstance(name, content, queue, most, self.setting.most_queued, idle_since)
                 )
         return ClusterView(self._workers, self.setting.blocks, tuple(instances), self._links)
 
