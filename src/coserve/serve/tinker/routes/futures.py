@@ -60,10 +60,15 @@ async def retrieve_future(
         waiting = future.why()
         told = {"type": "try_again", "request_id": future.id, "queue_state": waiting.state}
         return JSONResponse({**told, "queue_state_reason": waiting.reason}, 408)
+    is_announced = isinstance(outcome, Payload) and body.allow_metadata_only and len(outcome.body) > _INLINE
+    future.is_read = future.is_read or not is_announced
     if isinstance(outcome, Failure):
         return JSONResponse({"error": outcome.message, "category": outcome.category})
     takes_proto = _PROTOBUF in request.headers.get("accept", "")
-    return await _sent(tinker.state.bodies, outcome, body.allow_metadata_only, takes_proto, caller.id)
+    if is_announced:
+        size = len(outcome.body)
+        return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
+    return await _sent(tinker.state.bodies, outcome, takes_proto, caller.id)
 
 
 @router.post("/cancel_future")
@@ -93,12 +98,7 @@ async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
     )
 
 
-async def _sent(
-    bodies: Offload, payload: Payload, may_announce: bool, takes_proto: bool, tenant: str
-) -> Response:
-    if may_announce and len(payload.body) > _INLINE:
-        size = len(payload.body)
-        return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
+async def _sent(bodies: Offload, payload: Payload, takes_proto: bool, tenant: str) -> Response:
     if payload.as_json is not None and not takes_proto:
         told = written_later(payload.as_json, payload.body)
         return await pieced(bodies, tenant, told, "application/json")
