@@ -179,6 +179,9 @@ def test_a_run_whose_server_hangs_goes_on_at_another_one_with_all_that_was_promi
         assert names == ["OpenTraining", *steps, "SaveTraining", "StepOptimizer"], "4 was done before"
         assert b.state.store.leases.fence("tinker", run) == 2
 
+        stale = await here.post("retrieve_future", {"request_id": f"{run}:7"})
+        assert stale.status_code == 408, "it has not noticed yet that another server has promised this"
+        assert (await here.post("unload_model", {"model_id": run})).status_code == 409
         hang.go_on()
         await a.until(lambda: not a.app.state.tinker.runs._open)
         assert (await here.post("get_info", {"model_id": run})).status_code == 409

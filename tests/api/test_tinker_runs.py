@@ -259,8 +259,9 @@ def test_a_run_without_room_waits_and_says_why(play: Play, monkeypatch: pytest.M
 def test_a_client_that_went_silent_frees_what_it_had(play: Play) -> None:
     async def story(world: World) -> None:
         caller, dialect = Caller(world), world.app.state.tinker
-        dialect.look_seconds, dialect.silent_seconds = 0.02, 0.3
+        dialect.look_seconds = 0.02
         run = await caller.run()
+        dialect.silent_seconds = 0.3
         session = run.partition(":")[0]
         for _ in range(10):  # signs of life keep it
             await asyncio.sleep(0.05)

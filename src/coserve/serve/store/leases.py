@@ -99,6 +99,14 @@ class Leases:
         found = session.get(LeaseRecord, (kind, subject), with_for_update={"read": True})
         return found is not None and (found.owner, found.fence) == (self.owner, self.fence(kind, subject))
 
+    async def is_confirmed(self, kind: str, subject: str) -> bool:
+        """Tells whether the database has a lease as this server's, now."""
+        found = select(LeaseRecord.owner, LeaseRecord.fence).where(
+            LeaseRecord.kind == kind, LeaseRecord.subject == subject
+        )
+        row = await self._database.read(lambda session: session.execute(found).one_or_none())
+        return row is not None and tuple(row) == (self.owner, self.fence(kind, subject))
+
     def require(self, session: Session, kind: str, subject: str) -> None:
         """Raises LeaseLost unless `holds`: nothing of the transaction is written."""
         if not self.holds(session, kind, subject):

@@ -93,7 +93,7 @@ class TinkerFuture:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     why: Callable[[], Waiting] = Waiting
     drop_at: float = float("inf")
-    is_read: bool = False  # the client has the outcome
+    is_read: bool = False  # the client has fetched the outcome
 
     @property
     def size(self) -> int:
@@ -149,7 +149,6 @@ class Futures:
         except TimeoutError:
             return None
         future.drop_at = min(future.drop_at, self._clock() + self.limits.seconds_read)
-        future.is_read = future.outcome is not None
         return future.outcome
 
     def cancel(self, future: TinkerFuture, reason: str) -> None:

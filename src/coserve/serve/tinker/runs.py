@@ -55,12 +55,16 @@ class Runs:
             param="model_id",
         )
 
-    async def check_here(self, tenant: Tenant, id: str) -> None:
+    async def check_here(self, tenant: Tenant, id: str, confirmed: bool = False) -> None:
         """Raises ApiError 409 for a run of the tenant that is open on another server. One whose server is
-        gone goes on here; until it does it is 409 too."""
+        gone goes on here; until it does it is 409 too. This server may have lost one without knowing it yet:
+        with `confirmed` it looks."""
         if id in self._taking:
             raise elsewhere(id)
-        if (tenant.id, id) not in self._open and id not in self._opening:
+        if (tenant.id, id) in self._open:
+            if confirmed and not await self._state.store.leases.is_confirmed(LEASED, id):
+                raise elsewhere(id)
+        elif id not in self._opening:
             await self._follow_left(tenant, id)
 
     async def _follow_left(self, tenant: Tenant, id: str) -> None:

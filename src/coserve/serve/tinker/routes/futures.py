@@ -60,6 +60,8 @@ async def retrieve_future(
         waiting = future.why()
         told = {"type": "try_again", "request_id": future.id, "queue_state": waiting.state}
         return JSONResponse({**told, "queue_state_reason": waiting.reason}, 408)
+    if isinstance(outcome, Failure) or not _is_announced(outcome, body.allow_metadata_only):
+        future.is_read = True
     if isinstance(outcome, Failure):
         return JSONResponse({"error": outcome.message, "category": outcome.category})
     takes_proto = _PROTOBUF in request.headers.get("accept", "")
@@ -87,7 +89,7 @@ async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
         await tinker.sessions.session(caller, session)
     except ApiError:
         raise not_found(f"There is no request '{id}', or it is not yours.", param="request_id") from None
-    await tinker.runs.check_here(caller, run_of(id))
+    await tinker.runs.check_here(caller, run_of(id), confirmed=True)
     raise ApiError(
         410, f"The result of '{id}' is not kept any more; send the request again.", code="result_dropped"
     )
@@ -96,7 +98,7 @@ async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
 async def _sent(
     bodies: Offload, payload: Payload, may_announce: bool, takes_proto: bool, tenant: str
 ) -> Response:
-    if may_announce and len(payload.body) > _INLINE:
+    if _is_announced(payload, may_announce):
         size = len(payload.body)
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
     if payload.as_json is not None and not takes_proto:
@@ -106,3 +108,8 @@ async def _sent(
     if len(payload.body) <= PIECE:
         return Response(payload.body, media_type=media_type)
     return await pieced(bodies, tenant, cut(payload.body), media_type)
+
+
+def _is_announced(payload: Payload, may_announce: bool) -> bool:
+    """Tells whether a client is told a result's size first, for which it makes room."""
+    return may_announce and len(payload.body) > _INLINE

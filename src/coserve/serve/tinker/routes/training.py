@@ -124,7 +124,7 @@ async def load_weights(body: LoadWeightsRequest, caller: Caller, tinker: Tinker)
 @router.post("/unload_model")
 async def unload_model(body: ModelBody, caller: Caller, tinker: Tinker) -> dict[str, Any]:
     """Ends a run."""
-    await tinker.runs.check_here(caller, body.model_id)
+    await tinker.runs.check_here(caller, body.model_id, confirmed=True)
     return _promise(tinker.runs.unload(caller, body.model_id))
 
 
