@@ -327,6 +327,8 @@ def test_what_only_its_own_service_runs(play: Play, ignores: bool) -> None:
     hosted: list[tuple[str, Any]] = [
         ("web_search_20250305", {"tools": [own, {"type": "web_search_20250305", "name": "web_search"}]}),
         ("mcp_servers", {"mcp_servers": [{"type": "url", "name": "a", "url": "https://example.org"}]}),
+        ("compaction", {"compaction": {"type": "summarize"}}),
+        ("thread", {"thread": {"type": "create"}}),
         ("container.skills", {"container": {"skills": [{"type": "anthropic", "skill_id": "pdf"}]}}),
         ("context_management", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
         ("server_tool_use", {"messages": [*HELLO, {"role": "assistant", "content": [used]}, *HELLO]}),
@@ -336,7 +338,7 @@ def test_what_only_its_own_service_runs(play: Play, ignores: bool) -> None:
         body = {"model": "tiny", "max_tokens": 5, "messages": HELLO}
         idle = {
             "container": "c", "mcp_servers": [], "inference_geo": "eu", "speed": "fast",
-            "fallbacks": "default", "fallback_credit_token": "x", "user_profile_id": "me",
+            "billing_policy": {"bill_to": "self"}, "fallbacks": "default", "fallback_credit_token": "x", "user_profile_id": "me",
             "diagnostics": {"previous_message_id": "m"},
             "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             "system": [{"type": "text", "text": "s", "citations": [{"type": "char_location"}]}],

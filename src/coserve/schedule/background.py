@@ -81,15 +81,32 @@ class BackgroundTurns:
         if self._since is not None and now >= max(self._since + PATIENCE, self._next):
             chosen = next(one for one in every if one.key in rest)
             _add(beside := alone.copy(), chosen, min(chosen.remaining, config.min_prefill_rows))
-            self._cost = cost.predict_features(beside) - cost.predict_features(alone)
-            self.turn = chosen.key
-            rest.discard(chosen.key)
+            seconds = cost.predict_features(beside)
+            self._cost = seconds - cost.predict_features(alone)
+            if not _is_pressing(every, now, seconds if chosen.remaining == 1 else 0.0):
+                self.turn = chosen.key
+                rest.discard(chosen.key)
         return frozenset(rest)
 
     def note(self, builder: PlanBuilder) -> None:
         """Notes whether the sequence whose turn this step is has rows in it."""
         if any(one.key == self.turn for one in builder.answering):
             self._next = builder.now + self._cost / SHARE
+
+
+def _is_pressing(sequences: Iterable[Sequence], now: float, seconds: float) -> bool:
+    """Tells whether a bound of the others would be broken by a step of so many seconds, or one on a first
+    token is half used up. (Prompt rows are cut to bounds between tokens where they are packed.)"""
+    for one in sequences:
+        slo = one.request.slo
+        if one.request.background:
+            continue
+        if one.newest_at is None:
+            if slo.first_token is not None and now > one.request.arrival + slo.first_token / 2:
+                return True
+        elif slo.between_tokens is not None and now + seconds > one.newest_at + slo.between_tokens:
+            return True
+    return False
 
 
 def _add(features: StepFeatures, sequence: Sequence, rows: int) -> None:

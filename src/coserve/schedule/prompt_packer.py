@@ -20,8 +20,8 @@ class PromptPacker:
     seconds.
 
     No sequence enters whose base is in `closed`: the step preempted a sequence of that base, or one found no
-    pages, and pages would only change hands again. The sequence with the key `turn` is one of the background,
-    which has few rows beside the others, and none that break a bound.
+    pages, and pages would only change hands again. The first chunk of a step has `least` rows even where
+    these take longer than `limit`.
     """
 
     builder: PlanBuilder
@@ -31,7 +31,7 @@ class PromptPacker:
     left: int
     limit: float
     closed: set[str]
-    turn: int | None = None
+    least: int
 
     def pack(self, line: Iterable[Sequence]) -> None:
         """Adds rows of the sequences in `line`, in its order; those without pages enter."""
@@ -78,9 +78,7 @@ class PromptPacker:
         first = all(segment.length == 1 for segment in self.builder.inference)
         cut = self.queues.caches.of(sequence).prefixes.next_cut(sequence)
         most = min(self.left, sequence.remaining, cut - sequence.computed)
-        if sequence.key == self.turn:
-            most, beside = min(most, self.config.min_prefill_rows), True
-        least = min(self.config.min_prefill_rows, most) if first and not beside else 0
+        least = min(self.least, most) if first and not beside else 0
         if limit < INFINITE:
             most = self._largest_chunk(sequence, filled, least, most, limit)
         rows = self.builder.rows_of(sequence.request.base)

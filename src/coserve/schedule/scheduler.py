@@ -13,7 +13,7 @@ from typing import Final
 
 from coserve.core.events import Event, JobFailed, PassDone, StepDone, TrainingProgress
 from coserve.core.plan import BasePlan, BaseResult, PassesAlone, StepPlan, StepResult, TrainingSegment
-from coserve.core.sequence import Direction, Position
+from coserve.core.sequence import Direction, Position, Sequence
 from coserve.errors import OffloadFailed
 from coserve.schedule.background import BackgroundTurns, make_way
 from coserve.schedule.base_cache import BaseCache
@@ -239,18 +239,26 @@ class Scheduler:
         sequence enters whose base is in `closed`, as the step preempted one of that base (`PromptPacker`)."""
         begun = [sequence for sequence in self._queues.running if sequence.remaining > 1]
         admitted = [one for one in (*begun, *self.policy.admit(view)) if one.key not in resting]
-        turn = self._background.turn
-        line = sorted(admitted, key=lambda one: (one.key == turn, self._queues.urgency(one)))
-        if not line:  # limits are for prompts
-            return
+        turn = [one for one in admitted if one.key == self._background.turn]
+        line = sorted((one for one in admitted if one not in turn), key=self._queues.urgency)
+        least, rows = self.config.min_prefill_rows, self._prompt_rows(builder)
+        left = self._pack(builder, line, closed, rows, least) if line else rows
+        if turn:
+            self._pack(builder, turn, closed, min(left, least), 0)
+
+    def _pack(
+        self, builder: PlanBuilder, line: list[Sequence], closed: set[str], rows: int, least: int
+    ) -> int:
+        """Adds at most so many prompt rows of sequences in `line`; returns how many of these are left. Where
+        none has to run (`least`), none breaks a bound between tokens."""
         beside = bool(self._underway)
-        others = [one for one in line if one.key != turn]
-        limit = prefill_limit(builder, others, self.cost, self.config, beside)
+        limit = prefill_limit(builder, line if least else [], self.cost, self.config, beside)
         if beside:  # where inference takes longer than on the whole machine
             limit /= self.cost.first.interference.inference
         limit = min(limit, step_limit(self._queues.running, self.cost, self.config))
-        rows = self._prompt_rows(builder)
-        PromptPacker(builder, self._queues, self.cost, self.config, rows, limit, closed, turn).pack(line)
+        packer = PromptPacker(builder, self._queues, self.cost, self.config, rows, limit, closed, least)
+        packer.pack(line)
+        return packer.left
 
     def _prompt_rows(self, builder: PlanBuilder) -> int:
         """Most prompt rows of the step: as configured, and those that would pad its decode rows.

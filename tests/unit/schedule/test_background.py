@@ -129,8 +129,9 @@ def turns_of(seed: int, row: float, bound: float | None) -> tuple[list[tuple[flo
             added = cost.predict(plan) - cost.predict(replace(plan, inference=others))
             spent.append((now, added))
             turns.append((now, took.length))
-            if bound is not None:
-                assert cost.predict(plan) <= max(bound, cost.predict(replace(plan, inference=others)))
+            newest = [one.newest_at for key, one in known.items() if key in segments and key not in own]
+            due = min((at + (bound or 1e9) - now for at in newest if at is not None), default=1e9)
+            assert cost.predict(plan) <= due or cost.predict(replace(plan, inference=others)) > due
         rest_began = now if rest_began is None else rest_began
         seconds = cost.predict(plan)
         scheduler.apply(step_result(executor.run(plan)), now + seconds)

@@ -13,8 +13,9 @@ def refuse_hosted(body: MessagePrompt) -> None:
     for tool in body.tools or ():
         if isinstance(tool, dict):
             refuse_tool(kind_of(tool))
-    if body.mcp_servers:
-        raise refusal("mcp_servers", "mcp_servers")
+    for name in ("mcp_servers", "compaction", "thread"):
+        if getattr(body, name):
+            raise refusal(name, name)
     if isinstance(body.container, Mapping) and body.container.get("skills"):
         raise refusal("container.skills", "container")
     if _clears(body.context_management):

@@ -237,6 +237,9 @@ class MessagePrompt(RequestBody):
     context_management: Ignored | None = Field(
         None, description="Edits that clear anything are refused as such tools are."
     )
+    compaction: Ignored | None = Field(None, description="Refused as such tools are.")
+    thread: Ignored | None = Field(None, description="Refused as such tools are.")
+    billing_policy: Ignored | None = Field(None, description="Accepted: nobody is billed.")
     speed: Literal["standard", "fast"] | None = Field(None, description="Accepted, not used.")
 
     @property
