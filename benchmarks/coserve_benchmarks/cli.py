@@ -334,6 +334,9 @@ def models(
             help="JSON of a run of some types: such runs are joined.",
         ),
     ] = None,
+    part: Annotated[
+        str, typer.Option(help="One of n parts of the types, such as 2/8, by a run of its own.")
+    ] = "1/1",
     hybrid: Annotated[
         bool,
         typer.Option(help="Measure a model with recurrent layers: its steps, training, prompts."),
@@ -349,7 +352,7 @@ def models(
         return
     from coserve_benchmarks.models.run import join_runs, print_models, run_models
 
-    print_models(join_runs(join, json_file) if join else run_models(only or None, json_file))
+    print_models(join_runs(join, json_file) if join else run_models(only or None, json_file, part))
 
 
 @app.command()

@@ -20,12 +20,14 @@ from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.sites import Kind
 from coserve.core.plan import TokenLogprobs
-from coserve.errors import AdapterMismatch, ConfigError, CoserveError, UnsupportedModel
+from coserve.engine import base_memory
+from coserve.errors import AdapterMismatch, CoserveError, UnsupportedModel
 from coserve.kernels.native import recurrent
 from coserve.kernels.native.build import library
 from coserve.schedule import kept_states
+from coserve.train import states
 from coserve.train.example import Example
-from models import Exact, logits_of, lora_parameters, prompts, save
+from models import Exact, logits_of, lora_parameters, prompts, save, with_lora
 from passages import LORA, Case, Passage, examples, mean_loss, worst
 from recurrent import SHAPES, build, with_adapter
 
@@ -148,6 +150,19 @@ def test_gradients_in_windows_are_pefts(name: str) -> None:
     assert worst(passage.gradients, case.wanted, floor=0.01) < 1e-8
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+def test_windows_back_begin_at_any_state_that_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward in windows of 16 rows and back in windows of 24, with states behind every 8 rows."""
+    monkeypatch.setattr(states, "STATE_ROWS", 8)
+    with Exact():
+        case = case_of(name, (9, 45, 4), torch.float64)
+        passage = Passage(case, SavePolicy.PRUNED)
+        passage.travel(16, 24, random.Random(name))
+        ended = passage.finish()
+    assert abs(ended - case.loss) < 1e-8 * case.loss
+    assert worst(passage.gradients, case.wanted, floor=0.01) < 1e-8
+
+
 @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
 def test_gradients_of_kernels_are_pefts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, where recurrences of several rows are kernels: windows hand them states, and get gradients
@@ -174,12 +189,15 @@ def job_examples(seed: int, lengths: tuple[int, ...]) -> list[Example]:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
-def test_a_job_in_small_windows_is_the_one_in_large_ones(name: str) -> None:
-    """Through the scheduler, beside answers: windows are cut at the same rows on both ways."""
+def test_a_job_in_small_windows_is_the_one_in_large_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the scheduler, beside answers: windows are cut at the same rows on both ways, or where states
+    are kept."""
+    for module in (states, base_memory):
+        monkeypatch.setattr(module, "STATE_ROWS", 8)
     data, found = job_examples(0, (9, 40, 4, 25, 33, 12)), []
     settings = TrainingConfig(batch_size=3, rows=64, learning_rate=1e-2, epochs=2)
     with Exact():
-        for window in (7, 128):
+        for window in (7, 128, None):
             served = engine_of(
                 name, torch.float64, scheduler={"training_window": window, "max_prefill_rows": 16}
             )
@@ -190,6 +208,7 @@ def test_a_job_in_small_windows_is_the_one_in_large_ones(name: str) -> None:
             found.append([step.loss for step in job.history])
     assert len(found[0]) == 4
     assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert found[0] == pytest.approx(found[2], rel=1e-9)
     assert found[0][2] != pytest.approx(found[0][0], rel=1e-3)
 
 
@@ -353,11 +372,25 @@ def test_what_does_not_go_with_states_is_refused_in_a_sentence() -> None:
     for method in (PrefixTuningConfig(3), PromptTuningConfig(3)):
         with pytest.raises(AdapterMismatch, match="virtual tokens do not go with recurrent layers"):
             served.finetune(data, "virtual", method, TrainingConfig(max_steps=1))
-    with pytest.raises(AdapterMismatch, match="conv1d"):
+    with pytest.raises(AdapterMismatch, match=r"conv1d.*what it adds there is never computed"):
         served.finetune(data, "conv", LoRAConfig(targets=("conv1d",)), TrainingConfig(max_steps=1))
     with pytest.raises(CoserveError, match="the states of its recurrent layers stay on the device"):
         served.generate([1] * 80, sampling=SamplingParams(max_tokens=5)).result()
-    with pytest.raises(ConfigError, match="training_window is a number"):
-        engine_of("falcon_h1", scheduler={"training_window": None})
     with pytest.raises(UnsupportedModel, match="how many rows its experts multiply"):
         engine_of("qwen3_next", deterministic=True, scheduler={})
+
+
+def test_peft_computes_nothing_beside_a_convolution(tmp_path: Path) -> None:
+    """It takes multiples of the channels as ranks, and the model never calls the module; so its files are
+    refused, and say why."""
+    name = "qwen3_5_text"
+    with pytest.raises(ValueError, match="rank is divisible by groups"):
+        with_adapter(name, ["conv1d"])
+    channels = build(name).model.layers[0].linear_attn.conv1d.groups  # type: ignore[union-attr,operator]
+    model = build(name)
+    adapted = with_lora(model, 1, target_modules=["conv1d"], r=channels)
+    (prompt,) = prompts(random.Random(1), [20])
+    assert torch.equal(logits_of(adapted, prompt), logits_of(build(name), prompt))
+    adapted.save_pretrained(str(tmp_path))
+    with pytest.raises(AdapterMismatch, match=r"conv1d.*what it adds there is never computed"):
+        engine_of(name).adapters.load("conv", tmp_path)

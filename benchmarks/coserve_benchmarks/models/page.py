@@ -10,7 +10,8 @@ from typing import Any, Final
 from coserve_benchmarks.markdown import table, write_between
 from coserve_benchmarks.rows_page import BEGIN, END
 
-_HEAD: Final = ("type", "answers", "training", "streamed", "methods that it does not take")
+_ERRORS: Final = ("answers", "training", "streamed", "split", "quantized")
+_HEAD: Final = ("type", *_ERRORS, "methods that it does not take")
 
 
 def write_page(found: Mapping[str, Any], path: str | Path) -> None:
@@ -84,10 +85,11 @@ def cell(one: Mapping[str, Any]) -> str:
 def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
     without = one["without"]
     named = ", ".join(without) if without else "none"
-    streamed = _error(one, "streamed")
-    return f"`{one['name']}`", _error(one, "answers"), _error(one, "training"), streamed, named
+    return f"`{one['name']}`", *(_error(one, what) for what in _ERRORS), named
 
 
 def _error(one: Mapping[str, Any], what: str) -> str:
+    if what not in one:  # by a run that had no such column
+        return "not tried"
     error = one[what]
     return f"refused: {one['words'].get(what, '')}" if error is None else f"{error:.0e}"

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shlex
 import sys
 from collections import Counter
@@ -49,11 +50,14 @@ BARS: Final[Mapping[str, Bar | None]] = {
 }
 
 
-def run_models(only: Collection[str] | None = None, json_path: str | Path | None = None) -> dict[str, Any]:
-    """Tries types (all, by default) and returns what `--json` writes. Raises ConfigError for a type that
-    transformers does not know."""
+def run_models(
+    only: Collection[str] | None = None, json_path: str | Path | None = None, part: str = "1/1"
+) -> dict[str, Any]:
+    """Tries types (all, by default), or a `part` of them, and returns what `--json` writes. Raises
+    ConfigError for a type that transformers does not know, and for a part that is none."""
     if unknown := set(only or ()) - set(NAMES):
         raise ConfigError(f"transformers has no language models of the type {sorted(unknown)[0]}")
+    chosen = _part_of(tuple(only or NAMES), part)
     header = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "code": measured_code(),
@@ -64,7 +68,7 @@ def run_models(only: Collection[str] | None = None, json_path: str | Path | None
     }
     results, types = Results(header, json_path, BARS), dict[str, Any]()
     with _quiet():
-        for outcome in sweep(only or NAMES):
+        for outcome in sweep(chosen):
             types[outcome.name] = asdict(outcome)
             _count(results, types)
             print(f"{outcome.name:28} {cell(types[outcome.name])[:150]}", flush=True)
@@ -101,6 +105,14 @@ def _count(results: Results, types: Mapping[str, Mapping[str, Any]]) -> None:
         results.row("exact_share.downloaded", downloaded.count("exact") / len(downloaded))
     results.row("faults", kinds["fault"])
     results.section("types", dict(types))
+
+
+def _part_of(names: Sequence[str], part: str) -> Sequence[str]:
+    """Every n-th of the names, from the k-th on, for a part "k/n"."""
+    found = re.fullmatch(r"([1-9]\d{0,2})/([1-9]\d{0,2})", part)
+    if found is None or int(found[1]) > int(found[2]):
+        raise ConfigError(f"--part is one of several parts, such as 2/8, not {part!r}")
+    return names[int(found[1]) - 1 :: int(found[2])]
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from coserve.adapters.files import WEIGHTS, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
@@ -30,8 +31,13 @@ from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.errors import CoserveError
 from coserve.memory.fake_tensors import fake_tensors
+from coserve.model.base import Base
 from coserve.model.foreign import read_config
 from coserve.model.load import load_base, model_of_shapes
+from coserve.model.quantized.embedding import QuantizedEmbedding
+from coserve.split.address import Address
+from coserve.split.executor import BaseExecutor, BaseLinears
+from coserve.split.service import SplitService
 from coserve.streamed.model_files import stored_bytes
 from coserve.streamed.shapes import enough_to_stream
 from coserve.train.config import TrainingConfig
@@ -69,6 +75,8 @@ class Outcome:
     answers: float | None = None
     training: float | None = None
     streamed: float | None = None
+    split: float | None = None
+    quantized: float | None = None
     without: list[str] = field(default_factory=list)  # methods that it does not take
     words: dict[str, str] = field(default_factory=dict)
     fault: str = ""
@@ -116,12 +124,16 @@ def _try(outcome: Outcome) -> None:
         outcome.training = gradient_error(engine, oracle, texts)
     with tempfile.TemporaryDirectory() as scratch, _refusals(outcome, "streamed", scratch):
         outcome.streamed = _streamed(name, texts, Path(scratch) / "model")
+    with tempfile.TemporaryDirectory() as scratch, _refusals(outcome, "split", scratch):
+        outcome.split = _split(name, oracle, texts, Path(scratch) / "base.sock")
+    with _refusals(outcome, "quantized"):
+        outcome.quantized = _quantized(name, oracle, texts)
     _expect(outcome)
 
 
 def _expect(outcome: Outcome) -> None:
     """Notes errors beyond the tolerances as faults."""
-    within = {"answers": ANSWERS, "streamed": ANSWERS, "training": TRAINING}
+    within = {**dict.fromkeys(("answers", "streamed", "split", "quantized"), ANSWERS), "training": TRAINING}
     beyond = [
         f"{what} are {error:.1e} apart"
         for what, most in within.items()
@@ -294,6 +306,39 @@ def _streamed(name: str, texts: list[Tokens], folder: Path) -> float:
     budget = enough_to_stream(shapes, stored) + _ROUNDED
     config = EngineConfig(**CONFIG, base_memory=budget)
     return answer_error(Engine(folder, config, word_tokenizer(shrunk.VOCABULARY)), oracle, texts)
+
+
+def _split(name: str, oracle: PreTrainedModel, texts: list[Tokens], socket: Path) -> float:
+    """As `answer_error`, of a base whose linears an executor of this process computes."""
+    executor = BaseExecutor(BaseLinears(shrunk.build(name)))
+    try:
+        service = SplitService(executor, Address(path=str(socket)))
+        try:
+            config = EngineConfig(**CONFIG, base=str(service.address))
+            return answer_error(Engine(shrunk.build(name), config), oracle, texts)
+        finally:
+            service.close()
+    finally:
+        executor.close()
+
+
+def _quantized(name: str, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
+    """As `answer_error`, of a base in four bits (linears whose inputs are no multiple of a block, the
+    embedding and the head in eight); the oracle gets the numbers that its weights are then."""
+    engine = Engine(shrunk.build(name), EngineConfig(**CONFIG, quantize="4bit"))
+    give_weights(oracle, engine.base)
+    return answer_error(engine, oracle, texts)
+
+
+@torch.no_grad()
+def give_weights(oracle: PreTrainedModel, base: Base) -> None:
+    """Gives a model the numbers that the linears and the embedding of a quantized base have."""
+    for path, linear in base.linears.items():
+        module, weight = oracle.get_submodule(path), linear.placement.weight()
+        module.weight.copy_(weight.t() if isinstance(module, Conv1D) else weight)
+    embedding = base.model.get_input_embeddings()
+    if isinstance(embedding, QuantizedEmbedding):
+        oracle.get_input_embeddings().weight.copy_(embedding.weight)
 
 
 def _words(error: Exception) -> str:

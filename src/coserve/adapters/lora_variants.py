@@ -21,10 +21,6 @@ VARIANTS: Final[Mapping[str, str]] = {
         f"its matrices are block-diagonal (BD-LoRA), and {_PLAIN}; train without use_bdlora, or {_MERGED}"
     ),
     "use_qalora": f"it averages groups of inputs (QA-LoRA), and {_PLAIN}; train without it, or {_MERGED}",
-    "alora_invocation_tokens": (
-        "the adapter acts behind these tokens only (aLoRA), and coserve applies an adapter to whole "
-        "sequences; train without them, and PEFT cannot merge it either"
-    ),
     "arrow_config": "it routes between several LoRAs (Arrow), which can be served one by one",
     "kasa_config": "it changes the base's weights (KaSA): merge_and_unload with PEFT, and serve the result",
     "velora_config": f"it is a variant (VeLoRA) for training with PEFT, and {_PLAIN}; {_MERGED}",

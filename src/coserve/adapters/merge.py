@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from coserve.adapters.activation import expect_always_active
 from coserve.adapters.bypass import Dense, Side, exact_type
+from coserve.adapters.experts import is_experts
 from coserve.adapters.files import read_adapter
 from coserve.adapters.sites import (
     FrozenParameters,
@@ -47,6 +49,7 @@ def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str
     beside_text = keep_text(model)
     whole = WholeModel(model)
     adapter = read_adapter(adapter_folder, "merged", whole, torch.float64, torch.device("cpu"))
+    expect_always_active(adapter, "no weights do so: it cannot be merged")
     merged: dict[str, Dense] = {}
     # What stands at an input comes before all that stands at the output, and so is multiplied in last.
     for place, bypass in sorted(adapter.placed(), key=lambda placed: placed[0].side is Side.INPUT):
@@ -96,6 +99,10 @@ class OwnParameters(FrozenParameters):
         weight = self._module(path).weight
         assert isinstance(weight, Tensor)
         return weight.detach()[tokens.to(weight.device)]
+
+    def experts(self, path: str) -> nn.Module:
+        module = self._module(path)
+        return module if is_experts(module) else super().experts(path)
 
     def gain(self, path: str) -> Tensor:
         return gain_of(self._module(path))

@@ -14,6 +14,7 @@ from coserve.errors import AdapterMismatch
 
 MOST_ALPHA: Final = 65_504  # float16's largest number: a factor beyond it makes infinities of anything
 MOST_RANK: Final = 16_384  # full rank of the widest models
+_CONVOLUTIONS: Final = ("conv1d", "conv_1d", "conv")  # of recurrent mixers, as transformers calls them
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,16 @@ def named(path: str, targets: Container[str]) -> bool:
     return True
 
 
+def said_of(path: str) -> str:
+    """The reason why a mixer's convolution is no place for an adapter; empty for other modules."""
+    if path.rpartition(".")[2] not in _CONVOLUTIONS:
+        return ""
+    return (
+        ": beside a convolution PEFT has ranks that are multiples of its channels alone, and what it adds "
+        "there is never computed, as transformers reads the convolution's weight"
+    )
+
+
 def chosen(
     frame: Frame, targets: tuple[str, ...], kinds: tuple[Kind, ...] = (Kind.LINEAR,)
 ) -> dict[str, Site]:
@@ -81,5 +92,7 @@ def chosen(
     if unmatched:
         endings = sorted({path.rpartition(".")[2] for path in sites})
         what = " or ".join(kind.value for kind in kinds)
-        raise AdapterMismatch(f"no {what} of the model is called {shown(unmatched)}; there are {endings}")
+        raise AdapterMismatch(
+            f"no {what} of the model is called {shown(unmatched)}; there are {endings}{said_of(unmatched[0])}"
+        )
     return found

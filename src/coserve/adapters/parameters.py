@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 from transformers import conversion_mapping
 
+from coserve.adapters.experts import chosen_parameters
 from coserve.adapters.method import named
 from coserve.adapters.patterns import first_entries, peft_entries
 from coserve.adapters.saved import Saved
@@ -24,10 +25,10 @@ _MISTAKEN: Final = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})
 _FUSED: Final = "qwen2_moe"  # those whose checkpoints are converted as this type's are
 # From a type to the one whose checkpoints are converted alike: the table that PEFT goes by.
 _LIKE: Final[Mapping[str, str]] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
-# Of a file that names other parameters than linears' weights.
-FUSED_EXPERTS: Final = (
-    "only weights of linears may be named, and experts that are one tensor are none; a finished adapter can "
-    "be merged into its base with PEFT's merge_and_unload, and the merged model served"
+# Of a file that names other parameters than weights of linears and of fused experts.
+OTHERS: Final = (
+    "only weights of linears and of experts that are one tensor may be named; a finished adapter can be "
+    "merged into its base with PEFT's merge_and_unload, and the merged model served"
 )
 _TOGETHER: Final = 30  # names in one pattern, which may have 10,000 characters
 
@@ -49,7 +50,7 @@ def name_weights(fields: Mapping[str, Any], paths: Iterable[str]) -> dict[str, A
     return {
         **fields,
         "target_modules": modules,
-        "target_parameters": [path + _WEIGHT for path in weights],
+        "target_parameters": [*(fields["target_parameters"] or ()), *(path + _WEIGHT for path in weights)],
         "rank_pattern": _of_weights("rank_pattern", fields["rank_pattern"], fields["r"], modules, weights),
         "alpha_pattern": _of_weights(
             "alpha_pattern", fields["alpha_pattern"], fields["lora_alpha"], modules, weights
@@ -83,17 +84,21 @@ def _exact(path: str) -> str:
     return f"^{re.escape(path)}$"
 
 
-def take_weights(saved: Saved, frame: Frame) -> list[str]:
-    """The linears that a file names by their weights. Raises AdapterError for a name of anything else."""
+def take_weights(saved: Saved, frame: Frame) -> tuple[list[str], dict[str, list[str]]]:
+    """The linears that a file names by their weights, and parameters of fused experts by their module. Raises
+    AdapterError for a name of anything else."""
     names = saved.names("target_parameters")
     linears = [path for path, site in frame.sites.items() if site.kind is Kind.LINEAR]
     endings = {name.removesuffix(_WEIGHT) for name in names if name.endswith(_WEIGHT)}
-    there = {".".join(path.split(".")[start:]) for path in linears for start in range(path.count(".") + 1)}
-    if len(endings & there) == len(set(names)):
+    experts = chosen_parameters(names, frame) if names else {}
+    there = {f"{path}{_WEIGHT}" for path in linears}
+    there |= {f"{path}.{name}" for path, own in experts.items() for name in own}
+    known = {".".join(full.split(".")[start:]) for full in there for start in range(full.count(".") + 1)}
+    if known.issuperset(names):
         saved.ignore("target_parameters")
     else:
-        saved.refuse("target_parameters", FUSED_EXPERTS)
-    return [path for path in linears if named(path, endings)]
+        saved.refuse("target_parameters", OTHERS)
+    return [path for path in linears if named(path, endings)], experts
 
 
 def of_modules(field: str, patterns: Mapping[str, _T], default: _T, paths: Iterable[str]) -> dict[str, _T]:

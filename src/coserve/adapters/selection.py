@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coserve.adapters.method import named
+from coserve.adapters.method import named, said_of
 from coserve.adapters.patterns import peft_layers, peft_matches
 from coserve.adapters.saved import PREFIX, Saved, shown
 from coserve.adapters.sites import Frame, Kind, Site
@@ -61,7 +61,7 @@ def select(
             what = " or ".join(kind.value for kind in kinds)
             raise AdapterMismatch(
                 f"{saved.folder}: target_modules={shown(given)} chooses {path!r}, "
-                f"which is no {what} that an adapter can stand beside"
+                f"which is no {what} that an adapter can stand beside{said_of(path)}"
             )
         if path in by_weight:
             raise AdapterMismatch(

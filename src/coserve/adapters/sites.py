@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from coserve.adapters.bypass import Dense, exact_type
 from coserve.attention.backend import CacheShape
-from coserve.errors import AdapterError, UnsupportedModel
+from coserve.errors import AdapterError, NotOffered, UnsupportedModel
 from coserve.memory.fake_tensors import is_fake
 
 EMBEDDED = -1  # the stage before the first layer
@@ -162,6 +162,15 @@ class FrozenParameters(ABC):
         """Weights of the linear at `path`, for bypasses, in a pass or outside of one. Raises NotOffered where
         the placement does not offer the norms of its rows."""
         return DenseWeights(self.dense(path))
+
+    def experts(self, path: str) -> nn.Module:
+        """The module of fused experts at `path`, whose weights are there in passes alone. Raises NotOffered
+        where no adapter can stand beside them."""
+        raise NotOffered(
+            f"{path}: LoRA beside fused experts (target_parameters) is not offered where experts are in "
+            "several processes, or computed by code of their own; a finished adapter can be merged into its "
+            "base with PEFT's merge_and_unload, and the merged model served"
+        )
 
     def bias(self, path: str) -> Tensor | None:
         """Bias of the linear or norm at `path`, None where it has none."""

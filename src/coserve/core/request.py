@@ -151,7 +151,7 @@ class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     bases (`Hello.stitched`). Under load one of the `alternatives`, the most accurate first, may answer in its
     place; None is the base. The engine chooses when the request is submitted: from then on `adapter` is the
     key of the *version* that answers (`name@3`), and the fields that follow from it are set: `base`,
-    `virtual`, `virtual_rows` and `of_base`.
+    `virtual`, `virtual_rows`, `of_base` and `active_from`.
 
     An adapter may have `virtual` tokens: they precede the prompt, at positions 0 to `virtual - 1`, and are
     not counted in other fields. The last `virtual_rows` of them pass through the model first; keys and values
@@ -159,6 +159,8 @@ class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     Requests of one `scope` and one adapter version share cached prefixes; None neither uses nor adds any. A
     server gives each tenant its own scope.
+
+    The adapter acts on the prompt's tokens from `active_from` on (aLoRA); those before are the base's.
 
     Keys and values are `of_base` where the adapter's modules all stand behind the last of them: these are the
     base's own, and shared with it.
@@ -180,5 +182,6 @@ class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     newcomer: bool = False
     background: bool = False
     of_base: bool = False
+    active_from: int = 0
     alternatives: tuple[str | None, ...] = ()
     continued: tuple[int, ...] = ()

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from coserve.adapters.activation import expect_always_active
+from coserve.adapters.experts import expect_no_experts
 from coserve.adapters.replace import expect_exact
 from coserve.core.size import show_size, show_sizes
 from coserve.engine.memory import EngineMemory, base_owner, job_owner
@@ -88,6 +90,8 @@ class Admission:
         for adapter in (job.first, job.reference):
             if adapter is not None:
                 expect_exact(adapter)
+                expect_always_active(adapter, "a job passes whole examples")
+                expect_no_experts(adapter)
         needs, room = job.needs(self._base, self.steps), self._memory.job_room()
         if needs.total <= room:
             return needs

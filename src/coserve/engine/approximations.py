@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
+from coserve.adapters.activation import first_active
 from coserve.adapters.paging.cache import AdapterCache, AdapterTier, ExpectedRead, expected_reads
 from coserve.adapters.paging.reader import Reader
 from coserve.adapters.paging.stored import KnownVersion
@@ -39,14 +40,18 @@ def shares_pages(one: Version, other: Version) -> bool:
 
 
 def for_version(request: Request, version: Version) -> Request:
-    """The request, answered by a version."""
+    """The request, answered by a version. Raises RequestError for a prompt without the tokens from which on
+    it acts."""
     if not isinstance(version, KnownVersion):
         base = request.base if version is None else version.base
-        return structs.replace(request, base=base, adapter=None, virtual=0, virtual_rows=0, of_base=False)
-    virtual = version.virtual
+        return structs.replace(
+            request, base=base, adapter=None, virtual=0, virtual_rows=0, of_base=False, active_from=0
+        )
+    virtual, invocation = version.virtual, version.outline.invocation
     return structs.replace(
         request, adapter=version.key, virtual=virtual.count, virtual_rows=virtual.prompt_count,
         of_base=version.outline.behind,
+        active_from=first_active(request.prompt, invocation, version.name) if invocation else 0,
     )  # fmt: skip
 
 

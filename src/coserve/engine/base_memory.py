@@ -29,13 +29,13 @@ from coserve.schedule.overlap import Overlap
 from coserve.streamed.model_files import saved_bytes, stored_bytes
 from coserve.streamed.shapes import enough_to_stream
 from coserve.train.needs import step_bytes
+from coserve.train.states import STATE_ROWS
 from coserve.worker.offloaded import WORKSPACE as OFFLOAD_WORKSPACE
 from coserve.worker.opening import Opened, dtype_of, open_loaded, open_local
 
 # Bytes that loading a base as a whole takes beside it in a process of the engine's own: 57 MiB for one of 342
 # MiB. One that is streamed takes none.
 _LOADING: Final = 96 << 20
-STATE_ROWS: Final = 128  # of a training window through recurrent layers, which keep a state for each
 _PLENTY: Final = 2 << 30  # what a step, libraries and loading take of most models
 _log = logging.getLogger(__name__)
 
@@ -133,10 +133,6 @@ def _as_a_whole(config: EngineConfig) -> EngineConfig:
 def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> SchedulerConfig:
     """Settings of the scheduler, with the limits of a base and of its executor. Raises ConfigError."""
     scheduler = config.scheduler_settings
-    if base.mixers:  # their states are kept where windows begin
-        scheduler = {"training_window": STATE_ROWS, **scheduler}
-        if scheduler["training_window"] is None:
-            raise ConfigError("scheduler.training_window is a number for a base with recurrent layers")
     try:
         return SchedulerConfig(
             layers=base.depth,
@@ -145,6 +141,7 @@ def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> Sc
             max_running=config.max_running,
             prefix_sharing=config.prefix_sharing,
             kept_states=spec.state_slots,
+            state_rows=STATE_ROWS if base.mixers else None,
             row_buckets=base.row_buckets,
             overlap=Overlap(spec.plans, spec.plan_rate),
             **scheduler,

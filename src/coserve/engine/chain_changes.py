@@ -73,6 +73,8 @@ class ChainChanges:
         known = [version for version in versions or () if isinstance(version, KnownVersion)]
         if versions is None or any(version.virtual.count for version in known):
             return False  # with virtual tokens its own would be at other positions
+        if any(version.outline.invocation for version in known):
+            return False  # pages before these tokens are the base's
         return all(
             self._versions.get(each.key) == versions and each.output and not each.offloaded for each in group
         )

@@ -38,7 +38,7 @@ from coserve.engine.stats import count
 from coserve.engine.training import Training
 from coserve.engine.training_client import TrainingClient
 from coserve.engine.training_host import TrainingHost
-from coserve.errors import ConfigError, RequestError
+from coserve.errors import AdapterError, ConfigError, RequestError
 from coserve.executors.executor import CompileGrammar
 from coserve.jobs.limits import limits_of
 from coserve.memory.pages import PagePool
@@ -354,7 +354,10 @@ class Engine:
         if name is None:
             return None
         if name not in self.bases or not isinstance((chain := self.bases[name]).base, StitchedBase):
-            return self.adapters.look(name)
+            found = self.adapters.look(name)
+            if found.outline.invocation:
+                raise AdapterError(f"{name} acts from its invocation tokens on (aLoRA): it is no alternative")
+            return found
         most = min(chain.base.max_positions, self.config.pages * self.config.page_size)
         if has_grammar and chain.grammars is not self.grammars:
             most = 0  # it would be compiled once more, while everybody's step waits

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from coserve.adapters.bypass import Dense
 from coserve.adapters.sites import FrozenParameters, Weights
@@ -20,6 +20,9 @@ class RemoteParameters(FrozenParameters):
     def weights(self, path: str) -> Weights:
         self._shapes.weights(path)  # which refuses what the placement does not offer
         return _RemoteWeights(path, self._executor)
+
+    def experts(self, path: str) -> nn.Module:
+        return self._shapes.experts(path)
 
     def bias(self, path: str) -> Tensor | None:
         return self._executor.call(ReadParameter(path, "bias"))

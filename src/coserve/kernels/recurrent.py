@@ -1,5 +1,5 @@
-"""State updates of recurrent layers for one row of each of some sequences, and the gated delta rule for
-several rows: the plain twins of `native/recurrent.py`, in any type of numbers."""
+"""State updates of recurrent layers for one row of each of some sequences, and for several rows of each: the
+plain twins of `native/recurrent.py`, in any type of numbers."""
 
 from typing import NamedTuple
 
@@ -19,6 +19,10 @@ class StatePlaces(NamedTuple):
     def read(self) -> Tensor:
         """Copies of the states [n, ...]."""
         return self.held.index_select(0, self.before)
+
+    def to(self, dtype: torch.dtype) -> "StatePlaces":
+        """Itself: Kimi's mixer has the state that a function returns in float32, which these are."""
+        return self
 
     def write(self, states: Tensor) -> None:
         """Writes the states [n, ...] after the row."""
@@ -50,12 +54,13 @@ def delta_update(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, is_normed: bool, places: StatePlaces
 ) -> Tensor:
     """The gated delta rule: q and k [n, key heads, keys], v [n, heads, values], log_decay and beta [n,
-    heads]; states [heads, keys, values]. q and k have length 1 where `is_normed`. Returns [n, heads,
-    values]."""
+    heads]; states [heads, keys, values]. Kimi's has a decay for each key, [n, heads, keys]. q and k have
+    length 1 where `is_normed`. Returns [n, heads, values]."""
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1).to(places.held.dtype) for x in (q, k))
     if is_normed:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    state = places.read() * log_decay.exp()[..., None, None]
+    decay = (log_decay if log_decay.ndim == 3 else log_decay[..., None]).exp()
+    state = places.read() * decay[..., None]
     learned = (v - torch.einsum("nhk,nhkv->nhv", k, state)) * beta[..., None]
     state = state + k[..., None] * learned[..., None, :]
     places.write(state)
@@ -124,4 +129,19 @@ def selective_rows(
         own = x[:, row], dt[:, row], a[:, None], b[:, row], c[:, row]
         outputs.append(selective_update(*own, None, None, places))
         held = places.held[count:]
+    return torch.stack(outputs, 1), held
+
+
+def scan_rows(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mamba 1's recurrence of `rows` rows of n sequences, one after the other: x and time steps dt [n, rows,
+    channels], a [channels, states], b and c [n, rows, states], and the states [n, channels, states] before,
+    or zeros. Returns [n, rows, channels], and the states after. Has gradients, but for a."""
+    held = x.new_zeros(len(x), *a.shape) if state is None else state
+    outputs = []
+    for row in range(x.shape[1]):
+        step = dt[:, row, :, None]
+        held = held * (step * a).exp() + step * x[:, row, :, None] * b[:, row, None]
+        outputs.append(torch.einsum("ncs,ns->nc", held, c[:, row]))
     return torch.stack(outputs, 1), held

@@ -35,6 +35,9 @@ class Rows(Protocol):
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         """Adds all rows' bypasses to another module's output; x and y [1, rows, ...]."""
 
+    def has_bypass(self, path: str) -> bool:
+        """Tells whether `after` changes the output of the module at `path` for any row."""
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention of q [1, heads, rows, dk] with new k [1, groups, rows, dk], v [1, groups, rows, dv],
         after rotary embedding; returns [1, rows, heads, dv]."""
@@ -142,6 +145,9 @@ class FusedRows(GroupRows):
             for rows, bypass in found:
                 self._add(bypass, rows, x[0], y[0])
         return y
+
+    def has_bypass(self, path: str) -> bool:
+        return any(path in own.outputs for _, own in self._adapters)
 
     @property
     def is_training(self) -> bool:

@@ -12,6 +12,7 @@ from coserve.adapters.sites import FrozenParameters, Weights, gain_of
 from coserve.core.sequence import Direction
 from coserve.model.block import VisitedWeights
 from coserve.model.chain import Chain
+from coserve.model.experts_hook import ExpertsHook
 from coserve.model.linear import FrozenLinear
 from coserve.model.placement import Offer, Placed
 
@@ -27,6 +28,10 @@ class HeldParameters(FrozenParameters):
         assert isinstance(linear, FrozenLinear)
         linear.placement.expect(Offer.ROW_NORMS, path)
         return VisitedWeights(self._chain.part_of(path), linear.placement)
+
+    def experts(self, path: str) -> nn.Module:
+        module = self._model.get_submodule(path)
+        return super().experts(path) if ExpertsHook.of(module) is None else module
 
     def bias(self, path: str) -> Tensor | None:
         return self._outside(path, _bias)

@@ -54,6 +54,9 @@ class GraphRows(GroupRows):
             return y
         return self._added(bypasses, x[0], y[0])[None]
 
+    def has_bypass(self, path: str) -> bool:
+        return any(path in adapter.outputs for adapter in self._adapters)
+
     @property
     def is_training(self) -> bool:
         return True

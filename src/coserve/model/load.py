@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from coserve.adapters.experts import is_experts
 from coserve.adapters.sites import Kind, decoder_layers
 from coserve.adapters.text_part import auto_class, is_multimodal, keep_text, made_of
 from coserve.attention.backend import CacheShape
@@ -33,8 +34,10 @@ from coserve.model.block import Block
 from coserve.model.contents import ModelContents
 from coserve.model.dequantized.form import dense_state, slices_of
 from coserve.model.dequantized.forms import as_dense, form_for, quantized_fields
+from coserve.model.experts_hook import ExpertsHook
 from coserve.model.foreign import folder_of, read_config, saved_type
 from coserve.model.legacy_attention import set_attention, with_plain_linears
+from coserve.model.legacy_recurrence import ask_caches
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
@@ -134,6 +137,9 @@ def place_modules(base: Base, holds: Holds) -> None:
     for path, site in base.sites.items():
         if site.kind is not Kind.LINEAR and holds(path):
             SiteHook(site, base.model.get_submodule(path), base.cell)
+    for path in base.modules.fused:
+        if holds(path) and is_experts(module := base.model.get_submodule(path)):
+            ExpertsHook(path, module, base.cell)
 
 
 @contextmanager
@@ -263,6 +269,7 @@ def _fit(base: Base, masks: Masks, placed: Callable[[], AbstractContextManager[N
     AttentionInterface.register(name, attention_function(base.cell, caches, masks))
     AttentionMaskInterface.register(name, masks.make)
     set_attention(model, name)
+    ask_caches(model)
     base.mixers = find_mixers(base)
     with placed():
         base.learn_arguments()
@@ -321,6 +328,9 @@ class _Looking(FusedRows):
             self.seen.add(path)
         return y
 
+    def has_bypass(self, path: str) -> bool:
+        return True
+
 
 @torch.no_grad()
 def _look(base: Base) -> _Looking:
@@ -340,6 +350,10 @@ def _keep_sites_of_rows(base: Base, looking: _Looking) -> None:
     assigned; and linears that are called twice, of which training keeps one output."""
     kept = looking.seen - looking.again
     base.sites = {path: site for path, site in base.sites.items() if path in kept}
+    for path in base.modules.fused - kept:  # experts of which a layer calls some rows alone
+        module = base.model.get_submodule(path)
+        if (hook := ExpertsHook.of(module)) is not None:
+            hook.remove(module)
 
 
 def _hand_over_copies(base: Base, looking: _Looking) -> None:

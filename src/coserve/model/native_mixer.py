@@ -3,11 +3,13 @@
 A mixer's code calls functions of its module for one row of each sequence: a step of a causal convolution, of
 the gated delta rule or of Mamba's recurrence. It gets a copy of its own code in which these names are other
 functions. These compute as their own, unless they are given `StatePlaces` instead of states, which they read
-and write where they lie. Convolutions, the gated delta rule and Mamba 2's
-recurrence of several rows are kernels, too, with gradients. An experiment
-tells whether the mixer gives the same outputs and states then.
+and write where they lie. Convolutions, the gated delta rule and Mamba's
+recurrences of several rows are kernels, too, with gradients. Mamba 1's function for several rows begins with
+an empty state, whatever its mixer has asked the cache for; here it begins with that one (`asked`). An
+experiment tells whether the mixer gives the same outputs and states then.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from inspect import unwrap
@@ -17,12 +19,22 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from coserve.kernels import recurrent as plain
 from coserve.kernels.native import ops, recurrent
 from coserve.kernels.recurrent import StatePlaces
 
 _NEAR: Final = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # relative difference of the experiment's results
 
 Function = Callable[..., Any]
+
+
+class AskedState(threading.local):
+    """The recurrent state that the mixer under way on this thread has asked its cache for."""
+
+    state: Any = None
+
+
+asked: Final = AskedState()
 # Of a mixer: its output and states, from states before.
 Run = Callable[[Mapping[Any, Any]], tuple[Tensor, Mapping[Any, Tensor]]]
 
@@ -77,7 +89,7 @@ def _learn(
     if not isinstance(initial_state, StatePlaces):
         found: tuple[Tensor, Any] = given(initial_state=initial_state, **kwargs)
         return found
-    row = query[:, 0], key[:, 0], value[:, 0], g[:, 0], beta[:, 0]
+    row = query[:, 0], key[:, 0], value[:, 0], g[:, 0].float(), beta[:, 0]
     if recurrent.takes_delta(*row, initial_state):
         return recurrent.delta_update(*row, use_qk_l2norm_in_kernel, initial_state)[:, None], initial_state
     y, states = given(initial_state=initial_state.read(), **kwargs)
@@ -98,7 +110,7 @@ def _learn_rows(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As their own function for several rows computes with chunks of them, whatever their size."""
-    rows = query, key, value, g, beta
+    rows = query, key, value, g.float(), beta
     if recurrent.takes_rows(*rows, initial_state):
         y, after = recurrent.delta_rows(*rows, use_qk_l2norm_in_kernel, initial_state)
         return y, after if output_final_state else None
@@ -177,6 +189,35 @@ def _select_rows(
     return (out, after) if return_final_states else out
 
 
+def _scan_rows(
+    own: Function,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """Mamba 1's: x and dt [batch, channels, rows], B and C [batch, states, rows]."""
+    state = asked.state
+    if state is not None and state.shape != (len(hidden_states), *A.shape):
+        raise TypeError("the state is one of several heads")
+    step = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
+    step = (nn.functional.softplus(step) if delta_softplus else step).float()
+    rows = hidden_states.mT, step.mT, A, B.mT, C.mT
+    rule = recurrent.scan_rows if recurrent.takes_scan(*rows, state) else plain.scan_rows
+    y, after = rule(*rows, state)
+    out = y.mT.to(hidden_states.dtype)
+    out = out if D is None else out + hidden_states * D[:, None]
+    out = out if z is None else out * nn.functional.silu(z)
+    return (out, after) if return_last_state else out
+
+
 def _first(x: Tensor | None) -> Tensor | None:
     """The number of each head's first channel."""
     return None if x is None else x[..., 0]
@@ -195,9 +236,12 @@ _UPDATES: Final[Mapping[str, Function]] = {
     "causal_conv1d_fn": _convolve_rows,
     "torch_recurrent_gated_delta_rule": _learn,
     "torch_chunk_gated_delta_rule": _learn_rows,
+    "recurrent_kimi_delta_attention": _learn,
+    "chunk_kimi_delta_attention": _learn_rows,
     "mamba_selective_state_update": _select,
     "mamba2_selective_state_update": _select,
     "mamba2_chunk_scan": _select_rows,
+    "mamba_selective_scan": _scan_rows,
 }
 
 
@@ -219,10 +263,11 @@ def updates_places(
     run: Run,
     run_several: Run,
     states: Mapping[Any, Tensor],
+    run_exactly: Run,
 ) -> bool:
     """Gives a mixer the copy of its code, and tells whether it updates states where they lie: `run` gives its
     output for a row of each of two sequences, and their states, from given ones, `run_several` for several
-    rows of one. `states` are possible, of one."""
+    rows of one, and `run_exactly` does so with its own code. `states` are possible, of one."""
     own = unwrap(type(module).forward)
     if not isinstance(own, FunctionType) or "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
         return False
@@ -231,7 +276,7 @@ def updates_places(
         return False
     both = {key: torch.cat((state, -0.5 * state)) for key, state in states.items()}
     wanted, after = run({key: state.clone() for key, state in both.items()})
-    rows, left = run_several(states)
+    rows, left = run_exactly(states)
     before, behind = torch.tensor([3, 0]), torch.tensor([2, 5])
     places = {
         key: StatePlaces(state.new_zeros(6, *state.shape[1:]).index_copy_(0, before, state), before, behind)

@@ -31,6 +31,7 @@ from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.base import Base, is_without_data
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
 from coserve.model.block import hidden_of
+from coserve.model.legacy_recurrence import keeps_states
 from coserve.model.lockstep import in_lockstep
 from coserve.model.masks import Masks
 from coserve.model.routing import NotedChoices, TiesAsBefore, of_rows
@@ -99,7 +100,7 @@ def own_forward(base: Base) -> Own:
             hooks.callback(handle.remove)
         whole = [partial(run, ids, {"use_cache": False}) for ids in prompts]
         parts: list[list[_OwnPart]] = []
-        if len(prompts) > 1 and has_states(base.model.config):
+        if len(prompts) > 1 and has_states(base.model.config) and not keeps_states(base.model):
             with suppress(AttributeError, TypeError, ValueError):  # a model with a cache of its own (MiniMax)
                 begun, decoded = _cut(base, prompts[0], len(prompts[0]) - 1, run)
                 passes: list[Callable[[], _OwnPart]] = [begun, whole[1], decoded]

@@ -31,7 +31,7 @@ from coserve.kernels.recurrent import StatePlaces
 from coserve.memory.fake_tensors import is_fake
 from coserve.model.base import Base
 from coserve.model.linear import FrozenLinear, frozen
-from coserve.model.native_mixer import updates_places
+from coserve.model.native_mixer import asked, updates_places
 from coserve.model.placement import Placement
 from coserve.model.refusal import unsupported
 
@@ -59,7 +59,8 @@ class WindowCache:
         return self._get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        return self._get(("recurrent", state_idx))
+        asked.state = found = self._get(("recurrent", state_idx))
+        return found
 
     def update_conv_state(
         self,
@@ -122,8 +123,8 @@ class _Anatomy:
     its states, its flat linears in order, the linear that gives its output (empty where none does), the width
     behind which that stands, the number of values that it returns (0: one, in no tuple), and the names of its
     `others`, arguments without a default, which it is given None for. One that goes on `by_rows` starts a
-    window of several rows without a state, and is called for each row after one (Mamba 1). One that is
-    `in_place` takes `StatePlaces` as states of decode rows."""
+    window of several rows without a state, and is called for each row after one (Mamba 1 where its code is
+    its own). One that is `in_place` takes `StatePlaces` as states of decode rows."""
 
     first: str
     argument: str
@@ -254,7 +255,7 @@ class MixerRun:
             with saving or nullcontext():
                 out = self._mixer.forward(x, **its.given(cache))
         finally:
-            cell.rows = outside
+            cell.rows, asked.state = outside, None
         found = out[0] if isinstance(out, tuple) else out
         if its.last:
             assert inside.left is not None, "the mixer's last linear gives its output"
@@ -294,6 +295,9 @@ class _Inside:
 
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         return y
+
+    def has_bypass(self, path: str) -> bool:
+        return False
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         raise AssertionError("a mixer with states attends to nothing")
@@ -366,11 +370,21 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
     def run(x: Tensor, given: Mapping[StateKey, Any]) -> tuple[Tensor, Mapping[StateKey, Any]]:
         own = WindowCache(given, x.shape[1] > 1)
         out = module(x, **anatomy.given(own))
+        asked.state = None
         return (out[0] if isinstance(out, tuple) else out), {**given, **own.after}
 
-    by_rows = _forgets(module, anatomy, hidden, cache.after)
+    def run_by_rows(x: Tensor, given: Mapping[StateKey, Any]) -> tuple[Tensor, Mapping[StateKey, Any]]:
+        outputs, given = [], {key: state.clone() for key, state in given.items()}  # one row writes into it
+        for row in torch.split(x, 1, 1):
+            out, given = run(row, given)
+            outputs.append(out)
+        return torch.cat(outputs, 1), given
+
+    forgets = _forgets(module, anatomy, hidden, cache.after)
+    exactly = partial(run_by_rows if forgets else run, hidden)
     runs = partial(run, hidden[:, :2].transpose(0, 1)), partial(run, hidden)
-    return replace(anatomy, by_rows=by_rows, in_place=updates_places(module, *runs, cache.after))
+    in_place = updates_places(module, *runs, cache.after, exactly)
+    return replace(anatomy, by_rows=forgets and not in_place, in_place=in_place)
 
 
 def _forgets(module: nn.Module, anatomy: _Anatomy, hidden: Tensor, states: Mapping[StateKey, Tensor]) -> bool:

@@ -35,6 +35,9 @@ class _Watched:
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         return y
 
+    def has_bypass(self, path: str) -> bool:
+        return False
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
 

@@ -11,7 +11,7 @@ from coserve.schedule.overlap import ALONE, Overlap
 SET_BY_ENGINE: Final = frozenset(
     {
         "layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing", "interruptible",
-        "row_buckets", "overlap", "kept_states",
+        "row_buckets", "overlap", "kept_states", "state_rows",
     }
 )  # fmt: skip
 
@@ -45,6 +45,7 @@ class SchedulerConfig:
     patience: float = 10.0  # deadline of waiting requests that state none; smaller lets fewer pass
     prefix_sharing: bool = False  # whether common prefixes of prompts are computed once
     kept_states: int = 0  # slots for states of recurrent layers behind such prefixes
+    state_rows: int | None = None  # training windows begin at multiples of so many rows of a micro-batch
     row_buckets: RowBuckets = EXACT  # the device's: prompts are cut where no padding is needed
     overlap: Overlap = ALONE  # of the executor's plans
 

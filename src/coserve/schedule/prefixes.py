@@ -23,7 +23,7 @@ from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.cost import CostModel
 from coserve.schedule.kept_states import KeptStates, is_kept, next_cut
-from coserve.schedule.naming import page_name, root, virtual_names
+from coserve.schedule.naming import activated, page_name, root, virtual_names
 from coserve.schedule.swapped_prefixes import SwappedPrefixes
 from coserve.schedule.swapping import Swapping
 
@@ -190,9 +190,12 @@ class Prefixes:
         )
 
     def next_cut(self, sequence: Sequence) -> int:
-        """The position at which a sequence's next rows end at the latest."""
+        """The position at which a sequence's next rows end at the latest: before its adapter acts, and where
+        its state is kept."""
+        active = sequence.request.active_from
+        most = active if sequence.computed < active else sequence.length
         takes_part = self.states is not None and self._takes_part(sequence)
-        return next_cut(sequence, self._pages.page_size) if takes_part else sequence.length
+        return min(next_cut(sequence, self._pages.page_size), most) if takes_part else most
 
     def set_aside(self, sequence: Sequence) -> bool:
         """Has the next plan keep a preempted sequence's state beside its copy, where it has one; False where
@@ -325,5 +328,7 @@ class Prefixes:
         while len(names) <= index:
             start, end = max(len(names) * size - at, 0), (len(names) + 1) * size - at
             before = names[-1] if names else root(sequence.request)
+            if start <= sequence.request.active_from < end:
+                before = activated(before, sequence.request)
             names.append(page_name(before, sequence.tokens(start, end - start)))
         return names[index]

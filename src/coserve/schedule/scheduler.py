@@ -282,9 +282,8 @@ class Scheduler:
         builder.share = allowance.share if len(self.caches) == 1 else None  # bases take turns
         builder.abandons = allowance.abandons
         builder.alone = self._alone.total() > 0
-        own = {base: self.caches[base].config.training_window for base in self.caches}
-        windows = {base: window for base, window in own.items() if window is not None}
-        packer = TrainingPacker(builder, allowance, self.cost, self.config, windows)
+        configs = {base: self.caches[base].config for base in self.caches}
+        packer = TrainingPacker(builder, allowance, self.cost, self.config, configs)
         for job in jobs:
             if job.is_due and job.update is not None:
                 packer.update(job.base, job.update)

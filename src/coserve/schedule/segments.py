@@ -9,7 +9,8 @@ from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 
 
 def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSegment:
-    """Rows [start, start + rows) of a sequence's own tokens; `announce` adds the pages."""
+    """Rows [start, start + rows) of a sequence's own tokens, all before its adapter acts or none; `announce`
+    adds the pages."""
     request, end = sequence.request, start + rows
     tail = 1 if end == sequence.length else 0
     if request.sampling.prompt_logprobs is not None:
@@ -20,7 +21,7 @@ def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSeg
         rows,
         request.virtual + start,
         tail,
-        request.adapter,
+        request.adapter if start >= request.active_from else None,
         offloaded=sequence.offloaded,
     )
 

@@ -20,8 +20,9 @@ _WORTH: Final = 0.99  # a larger window is awaited only where its rows cost less
 
 
 class TrainingPacker:
-    """Adds training to a builder while the allowance lasts. `left` are its remaining seconds, `windows` the
-    rows of every window of bases where that is fixed (`SchedulerConfig.training_window` of their own)."""
+    """Adds training to a builder while the allowance lasts. `left` are its remaining seconds, `configs` are
+    the settings of bases: rows of every window where these are fixed (`training_window`), rows between the
+    places where windows may begin (`state_rows`)."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class TrainingPacker:
         allowance: Allowance,
         cost: StepCosts,
         config: SchedulerConfig,
-        windows: Mapping[str, int] = MappingProxyType({}),
+        configs: Mapping[str, SchedulerConfig] = MappingProxyType({}),
     ) -> None:
         self.left = allowance.seconds
         self._minimum = allowance.minimum
@@ -37,7 +38,7 @@ class TrainingPacker:
         self._builder = builder
         self._cost = cost
         self._config, self._overlap = config, config.overlap
-        self._windows = windows
+        self._configs = configs
         self._pairs: dict[tuple[int, int, int], int] = {}  # attended pairs, by (key, start, rows)
         self._before = (
             cost.predict_features(builder.trained) if builder.inference and builder.share is None else 0.0
@@ -121,11 +122,18 @@ class TrainingPacker:
 
     def _fixed(self, base: str) -> int | None:
         """Rows of every window of a base, None where they are free."""
-        return self._windows.get(base, self._config.training_window)
+        return self._configs.get(base, self._config).training_window
 
     def _sizes(self, batch: MicroBatch) -> list[int]:
         """Row counts that the next window may have, largest first; a paused window can be cut to any of
         them."""
+        sizes, every = self._free_sizes(batch), self._configs.get(batch.base, self._config).state_rows
+        if every is None or batch.direction.is_tail or self._fixed(batch.base) is not None:
+            return sizes
+        return list(dict.fromkeys(_between_states(batch, rows, every) for rows in sizes))
+
+    def _free_sizes(self, batch: MicroBatch) -> list[int]:
+        """Row counts of the next window by what they cost alone."""
         # A row's head and loss may take as long as several of its layers; those of a pipeline's last stage.
         share = 4 if batch.direction.is_tail and self._overlap.cuts_layers else 1
         if (fixed := self._fixed(batch.base)) is not None:
@@ -236,6 +244,20 @@ class TrainingPacker:
     def _spend(self, seconds: float) -> None:
         self.left -= seconds
         self._before += seconds
+
+
+def _between_states(batch: MicroBatch, most: int, every: int) -> int:
+    """Rows of the next window, at most `most` where these reach a multiple of `every`, so that the window
+    behind it on the same way begins there. All that are left are always possible."""
+    start, rows = batch.next_window(most)
+    if rows == batch.rows_left:
+        return rows
+    stop = start + rows
+    if batch.direction is Direction.BACKWARD:
+        begin = -(-start // every) * every
+        return stop - (begin if begin < stop else max((stop - 1) // every * every, stop - batch.rows_left))
+    end = stop // every * every
+    return (end if end > start else min((start // every + 1) * every, start + batch.rows_left)) - start
 
 
 def in_order(segments: Iterable[TrainingSegment]) -> tuple[TrainingSegment, ...]:

@@ -21,6 +21,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.train.config import TrainingConfig
 from coserve.train.pruning.plan import fates_of, input_bytes
 from coserve.train.save_policy import SavePolicy
+from coserve.train.states import STATE_ROWS
 from coserve.train.tail import loss_rows
 
 _MOMENTS: Final = 2  # of AdamW, for each number
@@ -89,8 +90,9 @@ def job_needs(
         Account.ACTIVATIONS: activation_bytes(base, at_once, kept, given),
     }
     window = largest if steps.window is None else min(steps.window, largest)
-    # A state where each window ends, and what one of them is owed.
-    own[Account.ACTIVATIONS] += (at_once // window + 1 + steps.in_flight) * state_nbytes(base.mixers)
+    # A state where each window ends and every so many rows, and what one of them is owed.
+    kept_states = at_once // STATE_ROWS + (at_once // window if window % STATE_ROWS else 0)
+    own[Account.ACTIVATIONS] += (kept_states + 1 + steps.in_flight) * state_nbytes(base.mixers)
     back = backward_bytes(base, window) + bypass_bytes(base, adapter, window)
     shared = max(back, moments if steps.offloaded else 0)
     return JobNeeds(own, shared)

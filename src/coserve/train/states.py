@@ -4,11 +4,15 @@ What keys and values are in attention (`train/kv.py`), a state is to a recurrent
 within an example begins with the state that the window before it left, is re-run from it on its way back, and
 owes it a gradient, which waits for the window before. Every example begins without a state, so none sees its
 neighbour.
+
+States are kept behind every `STATE_ROWS` rows of a micro-batch and where windows end. So windows of any
+number of rows may go forward, and others back, as long as they begin at such rows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Final
 
 from torch import Tensor
 
@@ -17,6 +21,7 @@ from coserve.kernels.rows import concat_rows
 from coserve.memory.arena import Lease
 from coserve.train.window import Window
 
+STATE_ROWS: Final = 128  # a chunk of transformers' recurrences has 64 or more, a tile of ours as many
 StateGrads = tuple[Tensor | None, ...]  # of a mixer's state; None where nothing depends on a part of it
 
 
@@ -29,13 +34,21 @@ class _Kept:
 
 
 class MicroBatchStates:
-    """States of all mixers at the rows of a micro-batch where windows begin within an example. `lengths` are
-    those of its examples."""
+    """States of all mixers at the rows of a micro-batch where windows may begin within an example. `lengths`
+    are those of its examples."""
 
     def __init__(self, lengths: Sequence[int], lease: Lease) -> None:
-        self._ends = frozenset(accumulate(lengths))
+        self._lengths, self._ends = tuple(lengths), frozenset(accumulate(lengths))
         self._lease = lease
         self._kept: dict[tuple[int, int], _Kept] = {}  # by mixer and row
+
+    def parts(self, window: Window) -> list[Window]:
+        """A window, cut where states are kept."""
+        start, stop = window.span.start, window.span.stop
+        inner = range((start // STATE_ROWS + 1) * STATE_ROWS, stop, STATE_ROWS)
+        if not inner:
+            return [window]
+        return [Window.of(self._lengths, a, b - a) for a, b in pairwise((start, *inner, stop))]
 
     def save(self, number: int, window: Window, after: States) -> None:
         """Stores the state [1, ...] of mixer `number` after a window, where its last example goes on."""

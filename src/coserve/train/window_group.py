@@ -105,13 +105,15 @@ class KeptRows:
     def mix(self, core: Core, start: int) -> Tensor:
         self._check()
         outputs = []
-        for store, window in self._windows:
-            kept = store.states.before(core.number, window)
+        for states, part in (
+            (s.states, part) for s, window in self._windows for part in s.states.parts(window)
+        ):
+            kept = states.before(core.number, part)
             before = kept and tuple(state.clone() for state in kept)  # a row may write into what it is given
-            out, after = mix_window(core, window, start, before)
-            store.states.save(core.number, window, after)
+            out, after = mix_window(core, part, start, before)
+            states.save(core.number, part, after)
             outputs.append(out)
-            start += window.rows
+            start += part.rows
         return concat_rows(outputs, 1)
 
     def _of_each(self, x: Tensor) -> "zip[tuple[StoredWindow, Tensor]]":

@@ -238,7 +238,7 @@ class Worker:
                 self.fused.fill(prefix)
         self.table.keep_states(plan.states, plan.inference, leaving=True)
         used = [self.table.release(key) for key in plan.released]
-        fresh = (segment.adapter for segment in plan.inference if segment.request is not None)
+        fresh = (segment.request.adapter for segment in plan.inference if segment.request is not None)
         for adapter in (*used, *fresh):
             if adapter and adapter in self.loaded:  # else it was dropped after its sequences had ended
                 self.slot_pools.use(self.loaded.find(adapter).bypasses)

@@ -99,7 +99,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     [
         ("target_parameters", ["experts.gate_up_proj"]),
         ("trainable_token_indices", {"lm_head": [1, 2]}),
-        ("alora_invocation_tokens", [1, 2]),
         ("layer_replication", [[0, 2]]),
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),

@@ -3,12 +3,14 @@ inputs: one row and many, odd sizes, strided inputs, states at scattered places.
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.mamba.modeling_mamba import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -274,6 +276,43 @@ def test_rows_of_the_gated_delta_rule_and_their_gradients(is_normed: bool) -> No
                 assert_near(got, want, near, 1e-6)  # a first row without a state decays nothing
 
 
+def test_kimis_rows_decay_by_key() -> None:
+    """Several rows with gradients, and one row of each sequence."""
+    near = NEAR[numbers.dtype]
+    for seed in range(TRIES):
+        (q, k, v, _, beta), state = drawn_rows(True)
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        rows = [q, k, v, -torch.rand(*v.shape[:3], k.shape[-1]) * 3, beta]
+        given = rows if state is None else [*rows, state]
+        assert recurrent.takes_rows(*rows, state)
+
+        def own(*x: Tensor) -> tuple[Tensor, Tensor]:
+            y, after = chunk_kimi_delta_attention(
+                *x[:5], initial_state=x[5] if len(x) > 5 else None, output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+            return y, after
+
+        twin, kernel = (
+            lambda *x, rule=rule: rule(*x[:5], True, *x[5:])
+            for rule in (plain.delta_rows, recurrent.delta_rows)
+        )
+        exact = results(twin, [x.double() for x in given], seed)
+        for found in (results(kernel, given, seed), results(own, given, seed)):
+            for got, want in zip(found, exact, strict=True):
+                assert_near(got, want, near, 1e-6)
+        places = placed(len(v), *v.shape[2:3], k.shape[-1], v.shape[-1])
+        one = [x[:, 0] for x in rows]
+        assert recurrent.takes_delta(*one, places)
+        wanted = StatePlaces(places.held.double(), places.before, places.after)
+        found, want = (
+            recurrent.delta_update(*one, True, places),
+            plain.delta_update(*(x.double() for x in one), True, wanted),
+        )
+        assert_near(found, want, near)
+        assert_near(places.held, wanted.held, near)
+
+
 def test_rows_do_not_depend_on_where_they_are_cut() -> None:
     for _ in range(TRIES):
         rows, state = drawn_rows(True)
@@ -302,6 +341,40 @@ def test_rows_of_mamba_2_and_their_gradients() -> None:
         for found in (results(recurrent.selective_rows, given, seed), results(own, given, seed)):
             for got, want in zip(found, exact, strict=True):
                 assert_near(got, want, near, 1e-6)
+
+
+def test_rows_of_mamba_1_and_their_gradients() -> None:
+    """Odd numbers of channels and of states; wherever rows are cut. Gradients of B and C are sums over
+    channels, which threads share."""
+    near = NEAR[numbers.dtype]
+    for seed in range(TRIES):
+        batch, length = DRAWS.choice([1, 3]), DRAWS.choice([1, 2, 17, 33])
+        channels, states = DRAWS.choice([1, 16, 50]), DRAWS.choice([1, 8, 16])
+        x, b, c = (drawn(batch, length, size) for size in (channels, states, states))
+        dt, a = torch.rand(batch, length, channels), -torch.rand(channels, states) * 3
+        state = torch.randn(batch, channels, states) if DRAWS.random() < 0.5 else None
+        given = [x, dt, b, c, *([] if state is None else [state])]
+        assert recurrent.takes_scan(x, dt, a, b, c, state)
+
+        def run(
+            rule: Callable[..., tuple[Tensor, Tensor]], *of: Tensor, a: Tensor = a
+        ) -> tuple[Tensor, Tensor]:
+            return rule(*of[:2], a.to(of[1].dtype), *of[2:])
+
+        exact = results(partial(run, plain.scan_rows), [one.double() for one in given], seed)
+        for got, want in zip(results(partial(run, recurrent.scan_rows), given, seed), exact, strict=True):
+            assert_near(got, want, near, 1e-6)
+        whole, after = recurrent.scan_rows(x, dt, a, b, c, state)
+        cut = DRAWS.randint(1, length)
+        first, between = recurrent.scan_rows(
+            *(one[:, :cut] for one in (x, dt)), a, b[:, :cut], c[:, :cut], state
+        )
+        assert torch.equal(first, whole[:, :cut])
+        if cut < length:
+            rest = (one[:, cut:] for one in (x, dt))
+            second, between = recurrent.scan_rows(*rest, a, b[:, cut:], c[:, cut:], between)
+            assert torch.equal(second, whole[:, cut:])
+        assert torch.equal(between, after)
 
 
 def check_rows_of_a_convolution(with_silu: bool, seed: int) -> None:

@@ -186,6 +186,31 @@ def test_forward_before_the_rest() -> None:
     assert in_order([back, loss, keep]) == (keep, back, loss)
 
 
+@pytest.mark.parametrize("direction", [Direction.TRAIN_FORWARD, Direction.BACKWARD])
+def test_windows_begin_where_states_are_kept(direction: Direction) -> None:
+    """Whatever the allowances, and where a window that was paused is cut: forward they end there, and back
+    they begin there. Where nothing is in the way one takes all rows."""
+    config = replace(CONFIG, state_rows=128)
+    for times, limits in (
+        ((0.004, 0.02, 0.2), (512, 60, 300)),
+        ((0.004, 0.2), (130, None)),
+        ((9.0,), (700,)),
+    ):
+        batch, ends = micro_batch(direction=direction), set[int]()
+        while batch.direction is direction and not batch.done:
+            for seconds, rows in product(times, limits):
+                if batch.direction is not direction or batch.done:
+                    break
+                it = builder(False)
+                allowance = Allowance(seconds, rows=rows, minimum=INFINITE)
+                TrainingPacker(it, allowance, step_costs(), config).window(batch)
+                for segment in it.training:
+                    ends |= {segment.start, segment.start + segment.length}
+                    batch.advance(segment.start, segment.length, segment.span)
+        assert all(end % 128 == 0 or end == 700 for end in ends)
+        assert len(ends) == 2 if limits == (700,) else len(ends) > 2
+
+
 @pytest.mark.parametrize("direction", [Direction.TRAIN_FORWARD, Direction.LOSS, Direction.BACKWARD])
 @pytest.mark.parametrize("rows", [512, 16, None])
 def test_a_fixed_window_is_never_cut(direction: Direction, rows: int | None) -> None:

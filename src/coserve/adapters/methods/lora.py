@@ -12,8 +12,10 @@ from typing import Final, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from coserve.adapters.activation import check_invocation
 from coserve.adapters.bypass import Bypass, Dense, Part, Place, SequentialBypass, exact_type
 from coserve.adapters.dora import MAGNITUDE, DoRABypass
+from coserve.adapters.experts import LAYOUT, ExpertsLoRA, take_experts, tensor_names, written_experts
 from coserve.adapters.lora_variants import TIED, VARIANTS, expect_unchanged_base
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
 from coserve.adapters.method import MOST_ALPHA, MOST_RANK, Written, chosen, named
@@ -55,7 +57,8 @@ class LoRAConfig:
     decoder layers. The patterns set other ranks and alphas by name, path ending or regular expression, as in
     PEFT. `bias` selects the base's biases that train, too: those of the targets, or all; `lora_bias` adds a
     bias to each B. `modules_to_save` are endings of paths of linears, norms and embeddings that train whole;
-    `tokens` are ids of tokens whose own embeddings do.
+    `tokens` are ids of tokens whose own embeddings do. An adapter with `invocation` tokens acts from these on
+    (`adapters/activation.py`).
     """
 
     rank: int = 8
@@ -70,6 +73,7 @@ class LoRAConfig:
     lora_bias: bool = False
     modules_to_save: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
+    invocation: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for rank in (self.rank, *self.rank_pattern.values()):
@@ -92,6 +96,14 @@ class LoRAConfig:
         if self.dora and self.lora_bias:  # PEFT takes the bias for a part of the weights then
             raise AdapterError("dora and lora_bias together are not supported")
         check_tokens(self.tokens)
+        check_invocation(self.invocation)
+        if self.invocation and (
+            self.dora or self.lora_bias or self.modules_to_save or self.tokens or self.bias != "none"
+        ):
+            raise AdapterError(
+                "an adapter with alora_invocation_tokens has plain LoRA beside linears alone: no use_dora, "
+                "bias, lora_bias, modules_to_save or trainable_token_indices"
+            )
         check_patterns("rank_pattern", self.rank_pattern)
         check_patterns("alpha_pattern", self.alpha_pattern)
 
@@ -127,6 +139,7 @@ class LoRA:
     aliases: Final = {
         "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
         "use_rslora": "rslora", "use_dora": "dora", "trainable_token_indices": "tokens",
+        "alora_invocation_tokens": "invocation",
     }  # fmt: skip
 
     def fresh(self, config: LoRAConfig, frame: Frame, generator: torch.Generator) -> Part:
@@ -150,18 +163,29 @@ class LoRA:
         return Part(self.name, config, {**_with_biases(bypasses, biases), **replaced, **tokens})
 
     def read(self, saved: Saved, frame: Frame) -> Part:
-        by_weight = take_weights(saved, frame)
-        selection = select(saved, frame, _KINDS, has_layers=True, by_weight=by_weight)
+        by_weight, experts = take_weights(saved, frame)
+        of_experts = [f"{path}.{name}" for path, own in experts.items() for name in own]
+        selection = select(saved, frame, _KINDS, has_layers=True, by_weight=[*by_weight, *of_experts])
         sites = [*selection.targets, *(frame.sites[path] for path in by_weight)]
-        config = _read_config(saved, frame, by_weight, [site.path for site in sites])
+        config = _read_config(saved, frame, by_weight, [site.path for site in sites], of_experts)
         biases = _bias_names(config, frame, (site.path for site in sites), selection.replaced)
         _expect_untied(saved, frame, [*(site.path for site in sites), *selection.replaced])
         rows = f"{PREFIX}{embedding_of(frame).path}.{_ROWS}" if config.tokens else ""
         wanted = [*_names(config, sites), *biases.values(), *selection.within, *[rows] * bool(rows)]
+        wanted += [
+            name
+            for path, own in experts.items()
+            for pair in tensor_names(path, own).values()
+            for name in pair
+        ]
         saved.expect(wanted, allowed=copies_of(frame))
         magnitudes = saved.ending(MAGNITUDE) if config.dora else {}
         bypasses: dict[Place, Bypass] = {}
-        strengths = config.at(frame.sites)
+        strengths = config.at([*frame.sites, *of_experts])
+        for path, own in experts.items():
+            ranks = {name: strengths.rank(f"{path}.{name}") for name in own}
+            scales = {name: strengths.scale(f"{path}.{name}", rank) for name, rank in ranks.items()}
+            bypasses[Place(path)] = take_experts(saved, frame, path, own, ranks, scales)
         found: list[tuple[Site, LowRank]] = [
             *take_linears(saved, frame, strengths.scale, config.dropout, config.lora_bias),
             *take_embeddings(saved, frame, strengths.scale),
@@ -189,10 +213,14 @@ class LoRA:
         config = part.config
         assert isinstance(config, LoRAConfig)
         ranks: dict[str, int] = {}
+        of_experts: dict[str, int] = {}
         paths, tensors = written_replacements(part.bypasses)
         for place, bypass in part.bypasses.items():
             if isinstance(bypass, TokensBypass) and bypass.site.kind is Kind.EMBEDDING:
                 tensors[f"{PREFIX}{place.path}.{_ROWS}"] = bypass.rows
+            if isinstance(bypass, ExpertsLoRA):
+                tensors |= written_experts(place.path, bypass)
+                of_experts |= {f"{place.path}.{name}": own.shape[1] for name, own in bypass.down.items()}
             links = bypass.links if isinstance(bypass, SequentialBypass) else (bypass,)
             for link in links:
                 if isinstance(link, BitFitBypass):
@@ -209,13 +237,18 @@ class LoRA:
             "lora_dropout": config.dropout,
             "use_rslora": config.rslora,
             "use_dora": config.dora,
-            "rank_pattern": {f"^{re.escape(p)}$": rank for p, rank in ranks.items() if rank != config.rank},
+            "rank_pattern": {
+                f"^{re.escape(p)}$": r for p, r in (ranks | of_experts).items() if r != config.rank
+            },
             "alpha_pattern": dict(config.alpha_pattern),
             "bias": config.bias,
             "lora_bias": config.lora_bias,
             "target_modules": sorted(ranks),
+            "target_parameters": sorted(of_experts) or None,
+            "peft_version": LAYOUT if of_experts else None,
             "modules_to_save": sorted(paths) or None,
             "trainable_token_indices": list(config.tokens) or None,
+            "alora_invocation_tokens": list(config.invocation) or None,
         }
         return Written(fields, tensors)
 
@@ -314,7 +347,11 @@ def _bias_names(
 
 
 def _read_config(
-    saved: Saved, frame: Frame, by_weight: Collection[str], targets: Collection[str]
+    saved: Saved,
+    frame: Frame,
+    by_weight: Collection[str],
+    targets: Collection[str],
+    of_experts: Collection[str],
 ) -> LoRAConfig:
     """The settings of a file; patterns are rewritten as they apply to its linears `by_weight`, and where only
     Python's `re` can match them."""
@@ -336,15 +373,22 @@ def _read_config(
         alpha=alpha,
         dropout=saved.take("lora_dropout", 0.0),
         rslora=saved.take("use_rslora", False),
-        rank_pattern=_as_names("rank_pattern", ranks, targets),
-        alpha_pattern=_as_names("alpha_pattern", alphas, targets),
+        rank_pattern=_as_names("rank_pattern", ranks, [*targets, *of_experts]),
+        alpha_pattern=_as_names("alpha_pattern", alphas, [*targets, *of_experts]),
         dora=saved.take("use_dora", False),
         bias=saved.take("bias", "none"),
         lora_bias=saved.take("lora_bias", False),
         modules_to_save=tuple(saved.names("modules_to_save")),
         tokens=_read_tokens(saved, frame),
+        invocation=tuple(saved.take("alora_invocation_tokens", [])),
     )
-    if by_weight and (config.dora or config.lora_bias or config.dropout or is_turned):
+    by_parameter = bool(by_weight or of_experts)
+    if config.invocation and (by_parameter or any(frame.sites[p].kind is not Kind.LINEAR for p in targets)):
+        raise AdapterError(
+            f"{saved.folder}: alora_invocation_tokens go with linears alone, in PEFT too: no embedding and "
+            "no target_parameters"
+        )
+    if by_parameter and (config.dora or config.lora_bias or config.dropout or is_turned):
         raise AdapterError(
             f"{saved.folder}: use_dora, lora_bias, lora_dropout and fan_in_fan_out are not supported beside "
             "target_parameters, in PEFT neither"

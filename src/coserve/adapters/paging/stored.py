@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from coserve.adapters.activation import invocation_of
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypasses, Side
 from coserve.adapters.files import CONFIG, WEIGHTS, check_weights, read_adapter, read_outline
@@ -38,13 +39,15 @@ class Counts:
 class Outline:
     """Properties of an adapter whose weights are not read: `cost` is its bytes in memory with its slot,
     `nbytes` without. `saved` are bytes of the base's modules that its own stand in for. One all of whose
-    modules stand behind the last keys and values is `behind`: its keys and values are the base's."""
+    modules stand behind the last keys and values is `behind`: its keys and values are the base's. One with an
+    `invocation` acts from these tokens on."""
 
     virtual: Counts
     nbytes: int
     cost: int
     saved: int = 0
     behind: bool = False
+    invocation: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, adapter: AdapterVersion, slot: int = 0) -> "Outline":
@@ -52,7 +55,8 @@ class Outline:
         virtual = Counts(adapter.virtual.count, adapter.virtual.prompt_count, adapter.virtual.given_count)
         placed = [bypass for _, bypass in adapter.placed()]
         saved = sum(bypass.saved for bypass in placed)
-        return cls(virtual, adapter.nbytes, adapter.nbytes + slot, saved)
+        own = invocation_of(adapter)
+        return cls(virtual, adapter.nbytes, adapter.nbytes + slot, saved, invocation=own)
 
 
 @dataclass(frozen=True, slots=True)

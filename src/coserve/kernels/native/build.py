@@ -28,7 +28,7 @@ _SOURCES: Final = sorted(Path(__file__).parent.glob("*.[ch]"))
 # What is compiled in float32: the others are for bfloat16 alone, or for both as they are.
 _WIDE: Final = (
     "attention.c", "conv_rows.c", "kernels.c", "layer.c", "layer_back.c", "linear.c", "lora.c", "lora_back.c",
-    "recurrent.c", "training.c",
+    "recurrent.c", "scan_rows.c", "training.c",
 )  # fmt: skip
 NUMBERS: Final = (torch.bfloat16, torch.float32)  # types that there are kernels for
 _FAST: Final = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
@@ -68,14 +68,16 @@ _SIGNATURES: Final = {  # the arguments of each function: pointers, numbers of 6
     "attend_chunks_back": "ppppppppppplllllllflpppi",
     "panel_outputs": "",
     "conv_update": "plpppppplllii",
-    "delta_update": "ppplllpplpppplllllii",
-    "delta_rows": "ppppppppplllllllfiii",
-    "delta_rows_back": "pppppppppppppplllllllfiii",
+    "delta_update": "ppplllpplppppllllllii",
+    "delta_rows": "pppppppppllllllllfiii",
+    "delta_rows_back": "ppppppppppppppllllllllfiii",
     "selective_update": "plppllplplpplppppllllli",
     "rms_norm_gated": "pplpplllfii",
     "rms_norm_gated_back": "ppplppplllfii",
     "conv_rows": "pllpppllllii",
     "conv_rows_back": "pllppppllllii",
+    "scan_rows": "pppppppppllllli",
+    "scan_rows_back": "pppppppppppppllllli",
 }
 _WIDE_ALONE: Final = ("lora_back", "layer_queries", "layer_back_after", "layer_back_before")  # in float32
 _ANSWERS: Final = ("attends_chunks", "goes_back_chunks", "panel_outputs")  # functions that return an integer

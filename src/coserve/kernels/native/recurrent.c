@@ -65,9 +65,18 @@ INLINE void widened(const number *x, float *to, i64 count, float scale, int is_n
     for (i64 i = 0; i < count; i++) to[i] *= scale;
 }
 
-// What a head's state [keys, values] has yet to learn of v for the key k, once it has decayed.
-INLINE void missed_of(const float *k, const number *v, float decay, const float *from, float *missed, i64 keys,
-                      i64 values) {
+// The factors of a head's state [keys, values] by key, of one logarithm for all keys or of one for each.
+INLINE void decays_of(const float *log_decay, i64 decays, float *decay, i64 keys) {
+    if (decays == 1) {
+        float all = expf(log_decay[0]);
+        for (i64 i = 0; i < keys; i++) decay[i] = all;
+    } else {
+        for (i64 i = 0; i < keys; i++) decay[i] = expf(log_decay[i]);
+    }
+}
+
+// What a head's state [keys, values] has yet to learn of v for the key, `k` times the decays.
+INLINE void missed_of(const float *k, const number *v, const float *from, float *missed, i64 keys, i64 values) {
     memset(missed, 0, sizeof(float) * (size_t)values);
     i64 i = 0;
     for (; i + 4 <= keys; i += 4) {
@@ -82,16 +91,17 @@ INLINE void missed_of(const float *k, const number *v, float decay, const float 
         for (i64 j = 0; j < values; j++) missed[j] += k[i] * from[i * values + j];
     }
 #pragma omp simd
-    for (i64 j = 0; j < values; j++) missed[j] = widen(v[j]) - decay * missed[j];
+    for (i64 j = 0; j < values; j++) missed[j] = widen(v[j]) - missed[j];
 }
 
 // A head's state [keys, values] decays, learns what v is for the key k, and is asked for q. `from` may be `to`. Without
 // `is_delta` it learns v whatever it holds for k: Mamba 2.
-INLINE void delta_rule(const float *q, const float *k, const number *v, float decay, float beta, const float *from,
-                       float *to, number *y, i64 keys, i64 values, int is_delta) {
-    float learned[MOST], out[MOST];
+INLINE void delta_rule(const float *q, const float *k, const number *v, const float *decay, float beta,
+                       const float *from, float *to, number *y, i64 keys, i64 values, int is_delta) {
+    float learned[MOST], out[MOST], decayed[MOST];
+    for (i64 i = 0; i < keys; i++) decayed[i] = decay[i] * k[i];
     if (is_delta)
-        missed_of(k, v, decay, from, learned, keys, values);
+        missed_of(decayed, v, from, learned, keys, values);
     else
         for (i64 j = 0; j < values; j++) learned[j] = widen(v[j]);
     memset(out, 0, sizeof(float) * (size_t)values);
@@ -103,7 +113,7 @@ INLINE void delta_rule(const float *q, const float *k, const number *v, float de
         float *t = to + i * values;
 #pragma omp simd
         for (i64 j = 0; j < values; j++) {
-            float a = decay * s[j] + k[i] * learned[j], b = decay * s[values + j] + k[i + 1] * learned[j];
+            float a = decay[i] * s[j] + k[i] * learned[j], b = decay[i + 1] * s[values + j] + k[i + 1] * learned[j];
             t[j] = a;
             t[values + j] = b;
             out[j] += q[i] * a + q[i + 1] * b;
@@ -112,7 +122,7 @@ INLINE void delta_rule(const float *q, const float *k, const number *v, float de
     for (; i < keys; i++) {
 #pragma omp simd
         for (i64 j = 0; j < values; j++) {
-            float a = decay * from[i * values + j] + k[i] * learned[j];
+            float a = decay[i] * from[i * values + j] + k[i] * learned[j];
             to[i * values + j] = a;
             out[j] += q[i] * a;
         }
@@ -123,32 +133,32 @@ INLINE void delta_rule(const float *q, const float *k, const number *v, float de
 
 void delta_update(const number *q, const number *k, const number *v, i64 q_stride, i64 k_stride, i64 v_stride,
                   const float *log_decay, const number *beta, i64 beta_stride, float *held, const i64 *before,
-                  const i64 *after, number *y, i64 rows, i64 heads, i64 key_heads, i64 keys, i64 values, int is_normed,
-                  int threads) {
+                  const i64 *after, number *y, i64 rows, i64 heads, i64 key_heads, i64 keys, i64 values, i64 decays,
+                  int is_normed, int threads) {
     i64 size = keys * values, share = heads / key_heads;
 #pragma omp parallel for collapse(2) num_threads(threads) if (parallel : threads > 1)
     for (i64 i = 0; i < rows; i++)
         for (i64 h = 0; h < heads; h++) {
-            float asked[MOST], key[MOST];
+            float asked[MOST], key[MOST], decay[MOST];
+            decays_of(log_decay + (i * heads + h) * decays, decays, decay, keys);
             widened(q + i * q_stride + h / share * keys, asked, keys, 1.0f / sqrtf((float)keys), is_normed);
             widened(k + i * k_stride + h / share * keys, key, keys, 1.0f, is_normed);
-            delta_rule(asked, key, v + i * v_stride + h * values, expf(log_decay[i * heads + h]),
-                       widen(beta[i * beta_stride + h]), held + (before[i] * heads + h) * size,
+            delta_rule(asked, key, v + i * v_stride + h * values, decay, widen(beta[i * beta_stride + h]), held + (before[i] * heads + h) * size,
                        held + (after[i] * heads + h) * size, y + (i * heads + h) * values, keys, values, 1);
         }
 }
 
 // The gated delta rule for `length` rows of each sequence, or without `is_delta` Mamba 2's recurrence, whose state is
-// transposed: x is v, B is k, C is q and the time step beta. q is multiplied by `scale`. `kept` gets the state before every `every` rows, unless it is
-// null; a null `from` is a state of zeros.
+// transposed: x is v, B is k, C is q and the time step beta. q is multiplied by `scale`. `kept` gets the state before every
+// `every` rows, unless it is null; a null `from` is a state of zeros. A head has `decays` logarithms, 1 or one for each key.
 void delta_rows(const number *q, const number *k, const number *v, const float *log_decay, const number *beta,
                 const float *from, float *to, number *y, float *kept, i64 every, i64 batch, i64 length, i64 heads,
-                i64 key_heads, i64 keys, i64 values, float scale, int is_normed, int is_delta, int threads) {
+                i64 key_heads, i64 keys, i64 values, i64 decays, float scale, int is_normed, int is_delta, int threads) {
     i64 size = keys * values, share = heads / key_heads;
 #pragma omp parallel for collapse(2) num_threads(threads) if (parallel : threads > 1)
     for (i64 b = 0; b < batch; b++)
         for (i64 h = 0; h < heads; h++) {
-            float asked[MOST], key[MOST], *state = to + (b * heads + h) * size;
+            float asked[MOST], key[MOST], decay[MOST], *state = to + (b * heads + h) * size;
             if (from)
                 memcpy(state, from + (b * heads + h) * size, sizeof(float) * (size_t)size);
             else
@@ -159,8 +169,8 @@ void delta_rows(const number *q, const number *k, const number *v, const float *
                     memcpy(kept + ((t / every * batch + b) * heads + h) * size, state, sizeof(float) * (size_t)size);
                 widened(q + at, asked, keys, scale, is_normed);
                 widened(k + at, key, keys, 1.0f, is_normed);
-                delta_rule(asked, key, v + (row * heads + h) * values, expf(log_decay[row * heads + h]),
-                           widen(beta[row * heads + h]), state, state, y + (row * heads + h) * values, keys, values,
+                decays_of(log_decay + (row * heads + h) * decays, decays, decay, keys);
+                delta_rule(asked, key, v + (row * heads + h) * values, decay, widen(beta[row * heads + h]), state, state, y + (row * heads + h) * values, keys, values,
                            is_delta);
             }
         }
@@ -209,10 +219,10 @@ INLINE void back_to_asked(const float *q, const float *k, const float *s, float 
     for (int r = 0; r < 4; r++) dq[r] += to_q[r], dk[r] += to_k[r];
 }
 
-// The same rows lose what entered them where they missed it, and decay: the gradient of the state before. Returns that of
-// the decay.
-INLINE float back_to_before(const float *k, float decay, const float *s, float *g, const float *entered, float *dk,
-                            i64 values, int is_delta) {
+// The same rows lose what entered them where they missed it, and decay: the gradient of the state before. `to` gets those
+// of the decays' logarithms.
+INLINE void back_to_before(const float *k, const float *decay, const float *s, float *g, const float *entered, float *dk,
+                           float *to, i64 values, int is_delta) {
     vector of_k[4] = {0}, of_decay[4] = {0};
     for (i64 j = 0; j < values; j += LANES) {
         vector e = read(entered + j);
@@ -223,23 +233,25 @@ INLINE float back_to_before(const float *k, float decay, const float *s, float *
                 of_k[r] += state * e;
             }
             of_decay[r] += state * own;
-            own *= decay;
+            own *= decay[r];
             memcpy(g + r * values + j, &own, sizeof own);
         }
     }
     four to_k = totals(of_k), to_decay = totals(of_decay);
-    for (int r = 0; r < 4; r++) dk[r] -= decay * to_k[r];
-    return to_decay[0] + to_decay[1] + to_decay[2] + to_decay[3];
+    for (int r = 0; r < 4; r++) {
+        dk[r] -= decay[r] * to_k[r];
+        to[r] = to_decay[r] * decay[r];
+    }
 }
 
 // A row of a head on its way back: `before` and `after` are the states [keys, values] around it, `learned` is what
 // entered the state, `missed` that over beta. grad [keys, values], of the state after the row, becomes that of the state
 // before it. dq and dk get the row's share; dv, dg and dbeta are its own. Keys are a multiple of 4, values of `LANES`.
-INLINE void delta_rule_back(const float *q, const float *k, const number *dy, float decay, float beta,
+INLINE void delta_rule_back(const float *q, const float *k, const number *dy, const float *decay, float beta,
                             const float *before, const float *after, const float *learned, const float *missed,
                             float *grad, float *dq, float *dk, number *dv, float *dg, float *dbeta, i64 keys,
-                            i64 values, int is_delta) {
-    float asked[MOST], entered[MOST], of_beta = 0.0f, of_decay = 0.0f;
+                            i64 values, i64 decays, int is_delta) {
+    float asked[MOST], entered[MOST], of_decay[MOST], of_beta = 0.0f, all = 0.0f;
     memset(entered, 0, sizeof(float) * (size_t)values);
     for (i64 j = 0; j < values; j++) asked[j] = widen(dy[j]);
     for (i64 i = 0; i < keys; i += 4)
@@ -252,9 +264,13 @@ INLINE void delta_rule_back(const float *q, const float *k, const number *dy, fl
     }
     for (i64 j = 0; j < values; j++) dv[j] = narrow(entered[j]);
     for (i64 i = 0; i < keys; i += 4)
-        of_decay += back_to_before(k + i, decay, before + i * values, grad + i * values, entered, dk + i, values,
-                                   is_delta);
-    *dg = of_decay * decay;
+        back_to_before(k + i, decay + i, before + i * values, grad + i * values, entered, dk + i, of_decay + i, values,
+                       is_delta);
+    for (i64 i = 0; i < keys; i++) all += of_decay[i];
+    if (decays == 1)
+        *dg = all;
+    else
+        memcpy(dg, of_decay, sizeof(float) * (size_t)keys);
     *dbeta = of_beta;
 }
 
@@ -264,12 +280,12 @@ INLINE void delta_rule_back(const float *q, const float *k, const number *dy, fl
 void delta_rows_back(const number *q, const number *k, const number *v, const float *log_decay, const number *beta,
                      const float *kept, const number *dy, float *grad, float *dq, float *dk, number *dv, float *dg,
                      float *dbeta, float *room, i64 every, i64 batch, i64 length, i64 heads, i64 key_heads, i64 keys,
-                     i64 values, float scale, int is_normed, int is_delta, int threads) {
+                     i64 values, i64 decays, float scale, int is_normed, int is_delta, int threads) {
     i64 size = keys * values, share = heads / key_heads, width = every * (size + 2 * values) + size;
 #pragma omp parallel for collapse(2) num_threads(threads) if (parallel : threads > 1)
     for (i64 b = 0; b < batch; b++)
         for (i64 g = 0; g < key_heads; g++) {
-            float asked[MOST], key[MOST], *states = room + omp_get_thread_num() * width;
+            float asked[MOST], key[MOST], decay[MOST], decayed[MOST], *states = room + omp_get_thread_num() * width;
             float *missed = states + (every + 1) * size, *learned = missed + every * values;
             for (i64 h = g * share; h < (g + 1) * share; h++)
                 for (i64 begin = (length - 1) / every * every; begin >= 0; begin -= every) {
@@ -277,18 +293,20 @@ void delta_rows_back(const number *q, const number *k, const number *v, const fl
                     memcpy(states, kept + ((begin / every * batch + b) * heads + h) * size, sizeof(float) * (size_t)size);
                     for (i64 t = 0; t < count; t++) {
                         i64 row = b * length + begin + t, to = row * heads + h;
-                        float decay = expf(log_decay[to]), own = widen(beta[to]), *s = states + t * size;
+                        float own = widen(beta[to]), *s = states + t * size;
                         float *m = missed + t * values, *l = learned + t * values;
                         widened(k + (row * key_heads + g) * keys, key, keys, 1.0f, is_normed);
+                        decays_of(log_decay + to * decays, decays, decay, keys);
+                        for (i64 i = 0; i < keys; i++) decayed[i] = decay[i] * key[i];
                         if (is_delta)
-                            missed_of(key, v + to * values, decay, s, m, keys, values);
+                            missed_of(decayed, v + to * values, s, m, keys, values);
                         else
                             for (i64 j = 0; j < values; j++) m[j] = widen(v[to * values + j]);
                         for (i64 j = 0; j < values; j++) l[j] = own * m[j];
                         for (i64 i = 0; i < keys; i++) {
 #pragma omp simd
                             for (i64 j = 0; j < values; j++)
-                                s[size + i * values + j] = decay * s[i * values + j] + key[i] * l[j];
+                                s[size + i * values + j] = decay[i] * s[i * values + j] + key[i] * l[j];
                         }
                     }
                     for (i64 t = count - 1; t >= 0; t--) {
@@ -296,9 +314,10 @@ void delta_rows_back(const number *q, const number *k, const number *v, const fl
                         const float *s = states + t * size;
                         widened(q + at, asked, keys, scale, is_normed);
                         widened(k + at, key, keys, 1.0f, is_normed);
-                        delta_rule_back(asked, key, dy + to * values, expf(log_decay[to]), widen(beta[to]), s, s + size,
+                        decays_of(log_decay + to * decays, decays, decay, keys);
+                        delta_rule_back(asked, key, dy + to * values, decay, widen(beta[to]), s, s + size,
                                         learned + t * values, missed + t * values, grad + (b * heads + h) * size, dq + at,
-                                        dk + at, dv + to * values, dg + to, dbeta + to, keys, values,
+                                        dk + at, dv + to * values, dg + to * decays, dbeta + to, keys, values, decays,
                                         is_delta);
                     }
                 }

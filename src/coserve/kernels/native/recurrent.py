@@ -1,5 +1,5 @@
-"""Recurrent layers on a CPU: the kernels of `recurrent.c`, each beside its plain twin in
-`kernels/recurrent.py` (the gated norm's are the models' own modules)."""
+"""Recurrent layers on a CPU: the kernels of `recurrent.c`, `conv_rows.c` and `scan_rows.c`, each beside its
+plain twin in `kernels/recurrent.py` (the gated norm's are the models' own modules)."""
 
 from typing import Any, Final
 
@@ -15,6 +15,8 @@ _MOST: Final = 1024  # keys, values and states of a head; as in recurrent.c
 _WIDEST: Final = 8  # columns of a convolution of several rows; as in conv_rows.c
 _LANES: Final = 16  # multiples of values that have gradients: a register of AVX-512, or two of AVX2
 _EVERY: Final = 16  # rows, between two states that are kept for their gradients
+_SCANNED: Final = 256  # states of a channel; as in scan_rows.c, as are the channels of a block
+_BLOCK: Final = 16
 
 
 def takes_conv(x: Tensor, weight: Tensor, bias: Tensor | None, places: StatePlaces) -> bool:
@@ -102,7 +104,7 @@ def delta_update(
     ops.loaded(v).delta_update(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0), log_decay.data_ptr(),
         beta.data_ptr(), beta.stride(0), *_placed(places), y.data_ptr(), rows, heads, *k.shape[1:], values,
-        is_normed, ops.threads(v.numel() * k.shape[2]),
+        log_decay[0, 0].numel(), is_normed, ops.threads(v.numel() * k.shape[2]),
     )  # fmt: skip
     return y
 
@@ -164,7 +166,7 @@ class _DeltaRows(torch.autograd.Function):
         *numbers, state, kind = given
         _, k, v, log_decay, _ = numbers
         batch, rows, heads, values = v.shape
-        sizes = batch, rows, heads, *k.shape[2:], values
+        sizes = batch, rows, heads, *k.shape[2:], values, log_decay[0, 0, 0].numel()
         y, after = torch.empty_like(v), log_decay.new_empty(batch, heads, k.shape[3], values)
         kept = None
         if any(ctx.needs_input_grad):
@@ -185,16 +187,74 @@ class _DeltaRows(torch.autograd.Function):
         batch, rows, heads, values = v.shape
         of_y, of_state = of_y.contiguous(), of_after.contiguous().clone()
         dq, dk = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k))
-        dv, dg, dbeta = torch.empty_like(v), torch.empty_like(log_decay), torch.empty_like(log_decay)
+        dv, dg, dbeta = torch.empty_like(v), torch.empty_like(log_decay), log_decay.new_empty(beta.shape)
         threads, size = ops.threads(v.numel() * k.shape[3]), k.shape[3] * values
         room = log_decay.new_empty(threads, (_EVERY + 1) * size + 2 * _EVERY * values)
         found = (of_state, dq, dk, dv, dg, dbeta, room)
         ops.loaded(v).delta_rows_back(
             *(x.data_ptr() for x in (*numbers, kept, of_y, *found)),
-            _EVERY, batch, rows, heads, *k.shape[2:], values, *ctx.kind, threads,
+            _EVERY, batch, rows, heads, *k.shape[2:], values, log_decay[0, 0, 0].numel(), *ctx.kind, threads,
         )  # fmt: skip
         of_numbers = dq.to(q.dtype), dk.to(k.dtype), dv, dg, dbeta.to(beta.dtype)
         return *of_numbers, of_state if ctx.has_state else None, None
+
+
+def takes_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None) -> bool:
+    """Tells whether `scan_rows` reads these, arguments as there; a is frozen."""
+    floats = (dt, a) if state is None else (dt, a, state)
+    return (
+        all(one.dtype is x.dtype for one in (b, c))
+        and all(one.dtype is torch.float32 for one in floats)
+        and all(type(one) is Tensor and one.is_cpu for one in (x, b, c, *floats))
+        and a.shape[1] <= _SCANNED
+        and not a.requires_grad
+        and kernels(x.dtype) is not None
+    )
+
+
+def scan_rows(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See the twin. dt, a and states are in float32."""
+    held = None if state is None else state.contiguous()
+    given = (one.contiguous() for one in (x, dt, a, b, c))
+    y, after = _ScanRows.apply(*given, held)  # type: ignore[no-untyped-call]
+    return y, after
+
+
+class _ScanRows(torch.autograd.Function):
+    """`scan_rows`, of whose states between rows every `_EVERY`th is kept for the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        *numbers, state = given
+        x, _, a, _, _ = numbers
+        y, after = torch.empty_like(x), a.new_empty(len(x), *a.shape)
+        kept = after.new_empty(-(-x.shape[1] // _EVERY), *after.shape) if any(ctx.needs_input_grad) else None
+        ops.loaded(x).scan_rows(
+            *(one.data_ptr() for one in numbers), _address(state), after.data_ptr(), y.data_ptr(),
+            _address(kept), _EVERY, *x.shape, a.shape[1], ops.threads(x.numel() * a.shape[1]),
+        )  # fmt: skip
+        ctx.save_for_backward(*numbers, kept)
+        ctx.has_state = state is not None
+        return y, after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *numbers, kept = ctx.saved_tensors
+        x, dt, a, b, _ = numbers
+        of_y, of_state = gradients[0].contiguous(), gradients[1].contiguous().clone()
+        parts = ops.threads(x.numel() * a.shape[1])
+        dx, ddt = torch.empty_like(x), torch.empty_like(dt)
+        db, dc = (dt.new_zeros(parts, *b.shape) for _ in range(2))
+        room = dt.new_empty(parts, (2 * _EVERY + 1) * _BLOCK * a.shape[1])
+        ops.loaded(x).scan_rows_back(
+            *(one.data_ptr() for one in (*numbers, kept, of_y, of_state, dx, ddt, db, dc, room)), _EVERY,
+            *x.shape, a.shape[1], parts,
+        )  # fmt: skip
+        of_b, of_c = (one.sum(0).to(b.dtype) for one in (db, dc))
+        return dx, ddt, None, of_b, of_c, of_state if ctx.has_state else None
 
 
 def takes_selective(
