@@ -118,4 +118,3 @@ def test_kimis_mixer_goes_by_kernels() -> None:
     several = partial(run, hidden)
     places = updates_places(module, partial(run, hidden[:, :2].transpose(0, 1)), several, states, several)
     assert places is (library(torch.float32) is not None)
-'''
