@@ -20,6 +20,10 @@ class StatePlaces(NamedTuple):
         """Copies of the states [n, ...]."""
         return self.held.index_select(0, self.before)
 
+    def to(self, dtype: torch.dtype) -> "StatePlaces":
+        """Itself: Kimi's mixer has the state that a function returns in float32, which these are."""
+        return self
+
     def write(self, states: Tensor) -> None:
         """Writes the states [n, ...] after the row."""
         self.held.index_copy_(0, self.after, states.to(self.held.dtype))

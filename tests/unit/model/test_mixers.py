@@ -2,13 +2,18 @@
 cache against transformers' own."""
 
 import random
+from functools import partial
+from typing import Any
 
 import torch
+from transformers import AutoConfig
 from transformers.cache_utils import LinearAttentionLayer
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 
 from coserve.kernels.native.build import library
 from coserve.model.linear import frozen
 from coserve.model.load import load_base
+from coserve.model.native_mixer import updates_places
 from coserve.model.recurrent import Mixer, MixerRun, WindowCache
 from coserve_benchmarks.models import shrunk
 from models import tiny
@@ -91,3 +96,25 @@ def test_a_window_cache_keeps_the_columns_that_transformers_keeps() -> None:
             assert torch.equal(cache.after["conv", 0], own.conv_states[0])
             assert cache.is_asked and cache.has_previous_state() is bool(before)
             before = dict(cache.after)
+
+
+@torch.no_grad()
+def test_kimis_mixer_goes_by_kernels() -> None:
+    """Whose code makes sure that the state which a function returns is in float32."""
+    config = AutoConfig.for_model("kimi_linear", hidden_size=64)
+    config.linear_num_heads, config.linear_head_dim = 2, 16
+    module = KimiLinearDeltaAttention(config, 0).requires_grad_(False)
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    hidden = torch.randn(1, 5, 64)
+
+    def run(x: torch.Tensor, given: dict[Any, Any]) -> tuple[torch.Tensor, dict[Any, Any]]:
+        cache = WindowCache(given, x.shape[1] > 1)
+        out = module(x, cache_params=cache)
+        return (out[0] if isinstance(out, tuple) else out), {**given, **cache.after}
+
+    _, states = run(hidden, {})
+    several = partial(run, hidden)
+    places = updates_places(module, partial(run, hidden[:, :2].transpose(0, 1)), several, states, several)
+    assert places is (library(torch.float32) is not None)
