@@ -12,6 +12,7 @@ from coserve.core.request import BASE
 from coserve.core.sequence import Sequence
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.features import StepFeatures
+from coserve.schedule.margin import left_of
 from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues, count_places
@@ -101,7 +102,8 @@ def _limits(
         shared.append((first / (steps + 1), first))
     if slo.between_tokens is not None and sequence.newest_at is not None:
         each = margin(sequence.request.sampling.max_tokens)
-        found.append((sequence.newest_at + slo.between_tokens - now) / (1 + each) - ahead)
+        until = sequence.newest_at + slo.between_tokens - now
+        found.append(left_of(until, slo.between_tokens, each, margin()) - ahead)
     if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # a missed one cannot be met
         # Shared evenly among the steps left: later arrivals may make these longer.
         # Errors of steps partly cancel: relative to the sum, that of n steps is n ** 0.5 times smaller.
@@ -123,7 +125,7 @@ def _coming(sequence: Sequence, step: float, margin: Callable[..., float]) -> fl
     slo, left = sequence.request.slo, INFINITE
     if slo.between_tokens is not None:
         each = margin(sequence.request.sampling.max_tokens)
-        left = _SURE * (slo.between_tokens / (1 + each) - step)
+        left = _SURE * (left_of(slo.between_tokens, slo.between_tokens, each, margin()) - step)
     return left if slo.deferral is None else min(left, _deferral(sequence, margin()))
 
 
