@@ -25,6 +25,7 @@ from coserve.model.dequantized.forms import quantized_fields
 from coserve.model.foreign import folder_of, read_config
 from coserve.model.load import model_of_shapes
 from coserve.schedule.config import SchedulerConfig
+from coserve.schedule.margin import RARE_DELAY
 from coserve.schedule.overlap import Overlap
 from coserve.streamed.model_files import saved_bytes, stored_bytes
 from coserve.streamed.shapes import enough_to_stream
@@ -133,6 +134,8 @@ def _as_a_whole(config: EngineConfig) -> EngineConfig:
 def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> SchedulerConfig:
     """Settings of the scheduler, with the limits of a base and of its executor. Raises ConfigError."""
     scheduler = config.scheduler_settings
+    if torch.device(config.device).type != "cpu":
+        scheduler = {"rare_delay": RARE_DELAY, **scheduler}
     if base.mixers:  # their states are kept where windows begin
         scheduler = {"training_window": STATE_ROWS, **scheduler}
         if scheduler["training_window"] is None:
