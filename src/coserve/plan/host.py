@@ -1,5 +1,5 @@
-"""The host's memory of an engine on a GPU: blocks of its base that the device has no room for, pages of answers
-that wait, and the moments of optimizers between two steps."""
+"""The host's memory of an engine on a GPU: blocks of its base that the device has no room for, pages of
+answers that wait, and the moments of optimizers between two steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
