@@ -8,9 +8,10 @@ time the device waits for.
 import gc
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from coserve.core.request import SLO
+from coserve.schedule.step_costs import RARE_DELAY
 from coserve.simulate.intervals import percentile
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.machine import MachineSettings
@@ -115,8 +116,12 @@ def _job() -> TimedJob:
 
 def _machine(policy: str, seed: int, plans_ahead: int = 1) -> MeteredMachine:
     room = 2 * _SIZES.together * (_SIZES.prompt + _SIZES.answer)
-    scheduler = {"interruptible": True, "max_running": 2 * _SIZES.together, **_SIZES.scheduler}
-    scheduler["max_training_rows"] = _SIZES.window
+    scheduler: dict[str, Any] = {
+        "interruptible": True,
+        "max_running": 2 * _SIZES.together,
+        **_SIZES.scheduler,
+    }
+    scheduler |= {"max_training_rows": _SIZES.window, "rare_delay": RARE_DELAY}
     settings = MachineSettings(room, jitter=_JITTER, known=0, scheduler=scheduler)
     return MeteredMachine(policy, GpuTimes(), settings, seed, plans_ahead)
 

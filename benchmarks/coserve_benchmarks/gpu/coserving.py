@@ -21,7 +21,6 @@ _HALF = 0.5  # of the capacity
 _POLICIES = {"": "hybrid", ", concurrent": "adaptive"}  # the one alternates, the other shares where it pays
 _FIRST = 2.0  # seconds: the bound on a first token
 _PATIENCE = 5.0  # seconds after the load, for answers that are late
-_WARM_UP = 1 / 3  # of a load's time, in which the scheduler sees how long the longest steps are
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,8 @@ def run(log: PartLog, place: Place) -> None:
             continue
         slo = SLO(first_token=_FIRST, between_tokens=case.bound)
         engine.scheduler.policy = make_policy(_POLICIES[case.policy])
-        _report(log, case, slo, _both(engine, place, case.load * capacity, slo), alone)
+        load = _both(engine, place, case.load * capacity, slo)
+        _report(log, case, slo, load, alone, sizes.warm_up)
 
 
 def _cases(sizes: GpuSizes) -> list[_Case]:
@@ -82,7 +82,8 @@ def _capacity(engine: Engine, place: Place) -> float:
 
 
 def _both(engine: Engine, place: Place, output: float, slo: SLO) -> LoadResult:
-    """Serves arrivals that ask for so many output tokens a second. Those of the warm-up do not count."""
+    """Serves arrivals that ask for so many output tokens a second. Those of the warm-up, in which the
+    scheduler sees how long the longest steps are, do not count."""
     sizes = place.sizes
     rate = output / sizes.answer
     requests = poisson_requests(
@@ -90,19 +91,19 @@ def _both(engine: Engine, place: Place, output: float, slo: SLO) -> LoadResult:
     )
     load = Workload("share", "a share of the capacity", sizes.load_seconds, tuple(requests), ())
     found = serve(engine, load, _PATIENCE)
-    begun = found.started + _WARM_UP * load.seconds
+    begun = found.started + sizes.warm_up * load.seconds
     return replace(found, answers=[answer for answer in found.answers if answer.arrival >= begun])
 
 
-def _report(log: PartLog, case: _Case, slo: SLO, load: LoadResult, alone: float) -> None:
-    name, trained = case.name, load.training_rate(_WARM_UP)
+def _report(log: PartLog, case: _Case, slo: SLO, load: LoadResult, alone: float, warm_up: float) -> None:
+    name, trained = case.name, load.training_rate(warm_up)
     note = f"`{_POLICIES[case.policy]}`: {trained:,.0f} trained tokens/s"
     log.figure(f"{name}.training", trained / alone, "of the job alone", 1.0, trained / alone, note)
     if not load.answers or not load.gaps:
         log.note(f"{name}: no answer has two tokens")
         return
     log.figure(f"{name}.attainment", load.attainment(slo), "of requests with every token in time")
-    log.figure(f"{name}.output", load.output_rate(_WARM_UP), "output tokens/s")
+    log.figure(f"{name}.output", load.output_rate(warm_up), "output tokens/s")
     for share in (0.5, 0.99):
         figure, value = f"{name}.between_p{100 * share:.0f}", 1e3 * percentile(load.gaps, share)
         log.figure(figure, value, "ms", 1e3 * case.bound)

@@ -26,6 +26,7 @@ class GpuSizes:
     bounds: tuple[float, ...] = (0.05, 0.02)  # seconds between two tokens, the first also at other loads
     loads: tuple[float, ...] = (0.2, 0.9, 0.1)  # beside a half of the capacity
     load_seconds: float = 10.0
+    warm_up: float = 1 / 3  # of that time
     requests: int = 24  # of the blocking probe, each way
     request_gap: float = 0.1
     streamed_rows: tuple[int, ...] = (1, 32)  # of decode steps of a streamed base
@@ -57,6 +58,7 @@ _TINY = GpuSizes(
     bounds=(0.5,),
     loads=(0.1,),
     load_seconds=0.5,
+    warm_up=0.0,
     requests=3,
     request_gap=0.01,
     streamed_rows=(1, 4),

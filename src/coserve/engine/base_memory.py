@@ -26,6 +26,7 @@ from coserve.model.foreign import folder_of, read_config
 from coserve.model.load import model_of_shapes
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.overlap import Overlap
+from coserve.schedule.step_costs import RARE_DELAY
 from coserve.streamed.model_files import saved_bytes, stored_bytes
 from coserve.streamed.shapes import enough_to_stream
 from coserve.train.needs import step_bytes
@@ -133,6 +134,8 @@ def _as_a_whole(config: EngineConfig) -> EngineConfig:
 def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> SchedulerConfig:
     """Settings of the scheduler, with the limits of a base and of its executor. Raises ConfigError."""
     scheduler = config.scheduler_settings
+    if torch.device(config.device).type != "cpu":
+        scheduler = {"rare_delay": RARE_DELAY, **scheduler}
     try:
         return SchedulerConfig(
             layers=base.depth,

@@ -1,5 +1,5 @@
-"""What an engine on a GPU keeps in the host's memory: blocks of its base that the device has no room for,
-pages of answers that wait, and the moments of optimizers between two steps."""
+"""The host's memory of an engine on a GPU: blocks of its base that the device has no room for, pages of
+answers that wait, and the moments of optimizers between two steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class HostPlan:
 def plan_host(
     base: Base, config: EngineConfig, room: int, held: int | None, programs: Sequence[Program]
 ) -> HostPlan:
-    """What an engine with these settings keeps on the host, of which `held` bytes are blocks. `base` may be
-    on tensors without data."""
+    """The bytes of an engine with these settings on the host, of which `held` are blocks. `base` may be on
+    tensors without data."""
     token = sum(cache.width for cache in base.caches) * base.dtype.itemsize
     pages = config.swap_nbytes
     moments = {

@@ -41,6 +41,8 @@ class SchedulerConfig:
     slowdown: float | None = 1.5  # by training, of answers while no bound is in force; None: any
     reliability: float = 0.99  # share of answers that are to keep a bound on their tokens; more train less
     max_margin: float = 1.0  # most that is allowed for, relative to a prediction; more would stop training
+    # Seconds of a delay of the host that is expected though recent steps show none; 3.5 ms on a GPU.
+    rare_delay: float = 0.0
     starvation: float | None = None  # seconds after which a job gets one piece despite bounds; None: never
     patience: float = 10.0  # deadline of waiting requests that state none; smaller lets fewer pass
     prefix_sharing: bool = False  # whether common prefixes of prompts are computed once
@@ -74,6 +76,7 @@ class SchedulerConfig:
             "slowdown": self.slowdown is None or self.slowdown >= 1,
             "reliability": 0 <= self.reliability < 1,
             "max_margin": self.max_margin >= 0,
+            "rare_delay": self.rare_delay >= 0,
             "starvation": self.starvation is None or self.starvation >= 0,
             "patience": self.patience >= 0,
             "overlap": self.overlap.is_possible,

@@ -17,7 +17,7 @@ from coserve.schedule.features import StepFeatures
 from coserve.schedule.places import Places
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues, count_places
-from coserve.schedule.step_costs import StepCosts
+from coserve.schedule.step_costs import StepCosts, left_of
 
 _SPAN: Final = 30.0  # seconds that count; older ones fade
 INFINITE = float("inf")
@@ -91,13 +91,13 @@ def measure(
     margin = cache(partial(cost.margin, config, True))  # by an answer's tokens: each is asked for its own
     for sequence, seconds, steps in ahead:
         now = ahead.begins(sequence)
-        left = _limits(sequence, now, seconds, steps, ahead.step, margin)
+        left = _limits(sequence, now, seconds, steps, ahead.step, margin, config.rare_delay)
         # With no other bound in force, the default one.
         slowdown = sequence.request.slo.slowdown or (None if left else config.slowdown)
         if slowdown is not None and slowdown < INFINITE:
             left_over = unspent(sequence, now, seconds, own_slowdown(slowdown, utilization))
             left.append((left_over, left_over))
-        coming = min(coming, _coming(sequence, ahead.decode, margin))
+        coming = min(coming, _coming(sequence, ahead.decode, margin, config.rare_delay))
         for shared, together in left:
             training, whole = min(training, shared), min(whole, together)
         if sequence.request.slo.deferral is not None:
@@ -126,10 +126,11 @@ def _limits(
     steps: int,
     step: float,
     margin: Callable[..., float],
+    delay: float,
 ) -> list[tuple[float, float]]:
     """(Seconds for training in this step, seconds in all) that each bound in force leaves. The next token is
     `ahead` seconds away; `steps` of the steps before it are waits for a place. `margin` is that of
-    predictions, by the tokens that an answer has."""
+    predictions, by the tokens that an answer has, `delay` a rare one of the host."""
     slo, arrival = sequence.request.slo, sequence.request.arrival
     found: list[float] = []
     shared: list[tuple[float, float]] = []
@@ -138,7 +139,8 @@ def _limits(
         shared.append((first / (steps + 1), first))
     if slo.between_tokens is not None and sequence.newest_at is not None:
         each = margin(sequence.request.sampling.max_tokens)
-        found.append((sequence.newest_at + slo.between_tokens - now) / (1 + each) - ahead)
+        until = sequence.newest_at + slo.between_tokens - now
+        found.append(left_of(until, slo.between_tokens, each, margin(), delay) - ahead)
     if slo.end_to_end is not None and now < arrival + slo.end_to_end:  # a missed one cannot be met
         # Shared evenly among the steps left: later arrivals may make these longer.
         # Errors of steps partly cancel: relative to the sum, that of n steps is n ** 0.5 times smaller.
@@ -151,7 +153,7 @@ def _limits(
     return [*shared, *zip(found, found, strict=True)]
 
 
-def _coming(sequence: Sequence, step: float, margin: Callable[..., float]) -> float:
+def _coming(sequence: Sequence, step: float, margin: Callable[..., float], delay: float) -> float:
     """Seconds that a step of `step` seconds could have for training, once enough others had none.
 
     Unused time adds up under a slowdown and a bound on the whole answer; a bound on each token, or on all
@@ -160,7 +162,7 @@ def _coming(sequence: Sequence, step: float, margin: Callable[..., float]) -> fl
     slo, left = sequence.request.slo, INFINITE
     if slo.between_tokens is not None:
         each = margin(sequence.request.sampling.max_tokens)
-        left = _SURE * (slo.between_tokens / (1 + each) - step)
+        left = _SURE * (left_of(slo.between_tokens, slo.between_tokens, each, margin(), delay) - step)
     return left if slo.deferral is None else min(left, _deferral(sequence, margin()))
 
 

@@ -19,6 +19,10 @@ HISTORY: Final = 1024  # recent steps of a kind of which the longest is kept
 _BODY: Final = 0.9  # share of steps below the threshold of the tail; the excess of the rest gives its slope
 _FEWEST: Final = 16  # steps before a quantile means anything
 _UNKNOWN: Final = 0.5  # margin until then
+# Seconds by which a system holds up a GPU's host so seldom that the steps so far need not show it: 2.8 ms in
+# one step of a load, on an idle machine, made each answer under way late at 20 ms a token.
+RARE_DELAY: Final = 3.5e-3
+_AT_MOST: Final = 0.2  # of a bound
 LONGEST: Final = 256  # tokens of an answer that count; the chance of a single one would become too small
 _MEMORY: Final = 0.05  # weight of an observation in the host's running mean
 
@@ -65,6 +69,14 @@ class Margin:
     def _longest(self, trains: bool) -> float:
         own = self._histories[trains]
         return max(own if len(own) >= WINDOW else chain(*self._histories.values()))
+
+
+def left_of(seconds: float, bound: float, margin: float, usual: float, delay: float) -> float:
+    """The part of `seconds`, which a bound on each token leaves, that steps may be predicted to take: without
+    the relative `margin` of an answer's steps, or without a rare `delay` of the host and the `usual` margin
+    of one step, whichever leaves less."""
+    left = seconds / (1 + margin)
+    return min(left, (seconds - min(delay, _AT_MOST * bound)) / (1 + usual)) if delay else left
 
 
 def share_of_steps(reliability: float, tokens: int) -> float:

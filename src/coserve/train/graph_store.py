@@ -80,13 +80,13 @@ class GraphStore(ActivationStore):
         return self._entering
 
     def forward_window(self, layer: GraphedLayer) -> ForwardWindow:
-        """What a graph takes forward through a layer."""
+        """The window that a graph takes forward through a layer."""
         bypasses = Bypasses({}, self._bypasses(layer)[0])
         layers = range(layer.number, layer.number + 1)
         return ForwardWindow(layers, self, self._whole, bypasses, self._own_calls)
 
     def backward_window(self, layer: GraphedLayer, goes_on: bool) -> BackwardWindow:
-        """What a graph takes back through a layer, to its input where it `goes_on` below."""
+        """The window that a graph takes back through a layer, to its input where it `goes_on` below."""
         outputs, leaves = self._bypasses(layer)
         span, layers = Span(layer.number, layer.number + 1), range(layer.number, layer.number - 1, -1)
         backward = Backward(self, {layer.number: tuple(leaves)}, _nowhere, layer.number - goes_on)
@@ -190,7 +190,7 @@ class _LayerBuffers(RowBuffers[K]):
 
 
 class _GraphSaved(SavedOutputs):
-    """What is kept of the layer under way."""
+    """Kept outputs of the layer under way."""
 
     def __init__(self, rows: int, first: int, lease: Lease, names: Mapping[str, str], depth: int) -> None:
         layers = dict.fromkeys(range(depth), 0)

@@ -39,7 +39,7 @@ AnyWindow = ForwardWindow | BackwardWindow
 
 
 class _StoreKind(NamedTuple):
-    """What a store depends on: buckets of rows, and of a layer its linears and cache, its bypasses by name,
+    """Key of a store: buckets of rows, and of a layer its linears and cache, its bypasses by name,
     rank, scale and type, and what is kept of it."""
 
     rows: int
@@ -49,8 +49,8 @@ class _StoreKind(NamedTuple):
     kept: tuple[object, ...]
 
 
-class _GraphKind(NamedTuple):
-    """What a graph depends on: its store, layer and direction. On the way back `goes_on` tells whether a
+class _WindowGraph(NamedTuple):
+    """Key of a graph: its store, layer and direction. On the way back `goes_on` tells whether a
     layer's input needs a gradient, and `is_owed` whether its keys and values have some from later windows."""
 
     store: _StoreKind
@@ -71,9 +71,9 @@ class TrainingGraphs:
         self._names = {path: path.removeprefix(f"{own.path}.") for own, paths in blocks for path in paths}
         self._layer_of = {path: site.stage for path, site in base.sites.items()}
         self._kinds = [self._kind_of(layer) for layer in range(base.depth)]
-        self._graphs: dict[_GraphKind, Run] = {}  # in the order of their last replays
+        self._graphs: dict[_WindowGraph, Run] = {}  # in the order of their last replays
         self._stores: dict[_StoreKind, GraphStore] = {}  # the same
-        self._asked: Counter[_GraphKind] = Counter()  # windows without one
+        self._asked: Counter[_WindowGraph] = Counter()  # windows without one
         self._is_refused = False  # whether the layers' work cannot be captured
         self._known: tuple[Bypasses, Mapping[int, GraphedLayer]] | None = None  # of the last window's adapter
         self.may_capture = False  # no answers wait meanwhile
@@ -112,14 +112,14 @@ class TrainingGraphs:
             self._pass(kind, window, there[kind.layer])
         return True
 
-    def _is_worth(self, kinds: Sequence[_GraphKind]) -> bool:
+    def _is_worth(self, kinds: Sequence[_WindowGraph]) -> bool:
         """Notes that a window has asked for graphs that are not there, and tells whether they are to be."""
         if len(self._asked) > _MOST:
             self._asked.clear()
         self._asked.update(kinds)
         return self.may_capture and all(self._asked[kind] >= WORTH for kind in kinds)
 
-    def _pass(self, kind: _GraphKind, window: AnyWindow, layer: GraphedLayer) -> None:
+    def _pass(self, kind: _WindowGraph, window: AnyWindow, layer: GraphedLayer) -> None:
         """Takes a window through a layer."""
         store = self._store(kind.store, layer)
         store.load(layer, window)
@@ -143,7 +143,7 @@ class TrainingGraphs:
         else:
             window.accumulate(layer, layer_gradients(layer, [window])[0])
 
-    def _captured(self, kind: _GraphKind, store: GraphStore, layer: GraphedLayer) -> Run | None:
+    def _captured(self, kind: _WindowGraph, store: GraphStore, layer: GraphedLayer) -> Run | None:
         """The graph of a layer; None where there can be none."""
         if len(self._graphs) >= _MOST:
             del self._graphs[next(iter(self._graphs))]
@@ -176,7 +176,7 @@ class TrainingGraphs:
         self._stores[kind] = store
         return store
 
-    def _kind(self, window: AnyWindow, layer: GraphedLayer) -> _GraphKind | None:
+    def _kind(self, window: AnyWindow, layer: GraphedLayer) -> _WindowGraph | None:
         """The kind of graph that takes a window through a layer; None where there is none."""
         own, number = window.window, layer.number
         saved = (window.store if isinstance(window, ForwardWindow) else window.backward.store).saved
@@ -188,13 +188,13 @@ class TrainingGraphs:
         rows, past = graph_rows(own.rows) or own.rows, PAST[bisect_left(PAST, own.past)]
         store = _StoreKind(rows, past, self._kinds[number], bypasses, kept)
         if isinstance(window, ForwardWindow):
-            return _GraphKind(store, number, is_back=False)
+            return _WindowGraph(store, number, is_back=False)
         matrices, goes_on = {id(matrix) for matrix in layer.matrices}, window.needs_input_grad(number)
         if (goes_on and not number) or any(
             id(leaf) not in matrices for leaf in window.backward.leaves(number)
         ):
             return None
-        return _GraphKind(store, number, True, goes_on, window.backward.store.kv.has_grads(number, own))
+        return _WindowGraph(store, number, True, goes_on, window.backward.store.kv.has_grads(number, own))
 
     def _graphed(self, bypasses: Bypasses) -> Mapping[int, GraphedLayer]:
         """The layers in which all of an adapter's bypasses are low-rank ones beside linears, by number."""
@@ -216,7 +216,7 @@ class TrainingGraphs:
         return self._known[1]
 
     def _kind_of(self, layer: int) -> tuple[object, ...]:
-        """What a layer's tensors depend on."""
+        """The shapes of a layer's linears, and of its cache."""
         linears = [(self._names[path], self._base.linears[path]) for path in self._paths[layer]]
         shapes = [(name, linear.out_features, linear.in_features) for name, linear in linears]
         return (*shapes, self._base.caches[layer])

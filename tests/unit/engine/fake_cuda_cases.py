@@ -101,7 +101,8 @@ def main() -> None:
                 assert isinstance(engine.base.reader, Ring) and engine.base.reader.total.nbytes, (
                     "blocks passed"
                 )
-        print(f"{name} in {time.process_time() - started:.0f} s", flush=True)
+        if turn < len(names):
+            print(f"{name} in {time.process_time() - started:.0f} s", flush=True)
     if is_installed():
         missing = wanted - launched.keys()
         assert not missing, f"{missing} were not launched"

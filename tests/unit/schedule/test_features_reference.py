@@ -57,6 +57,11 @@ def partitions(
         yield way, [(one, there if "w" in each else []) for one, each in zip(of, passes, strict=True)]
 
 
+def held(rows: int) -> int:
+    """Rows of the smallest graph that holds so many, or as many."""
+    return min((size for size in GRAPHS if size >= rows), default=rows)
+
+
 def counted(
     inference: list[InferenceSegment],
     training: list[TrainingSegment],
@@ -81,26 +86,29 @@ def counted(
             found["forward_attention"] += sum(one.context + row + 1 for row in range(one.length))
     for rows, windows in passes:
         decodes, prompts = (any((one.length == 1) is is_one for one in rows) for is_one in (True, False))
+        is_replayed = graphs and not rows  # windows alone
         for layer in range(DEPTH):
             here = [w for w in windows if w.span.first <= layer < w.span.last]
-            # A graph holds answers' rows that meet no window, through all layers.
-            launched = bool(here) or (bool(rows and windows) if graphs else prompts)
+            # A graph holds answers' rows that meet no window, through all layers, or a window at a layer.
+            launched = bool(here and not is_replayed) or (bool(rows and windows) if graphs else prompts)
             found["forward_layers"] += bool(rows or here) / DEPTH
             found["prefill_layers"] += launched / DEPTH
             found["mixed_layers"] += ((launched or prompts) and decodes) / DEPTH
             for window in here:
-                found["window_rows"] += window.length / DEPTH
-                found["window_wide_rows"] += max(window.length - 512, 0) / DEPTH
+                count = held(window.length) if is_replayed else window.length
+                found["window_rows"] += count / DEPTH
+                found["window_wide_rows"] += max(count - 512, 0) / DEPTH
                 found["forward_attention"] += window.pairs / DEPTH
         if graphs and prompts and not windows:
             count = sum(one.length for one in rows)
-            found["forward_rows"] += min((size for size in GRAPHS if size >= count), default=count) - count
+            found["forward_rows"] += held(count) - count
     for layer in range(DEPTH):
         back = [
             w for w in training if w.direction is Direction.BACKWARD and w.span.first <= layer < w.span.last
         ]
-        found["backward_rows"] += sum(window.length for window in back) / DEPTH
-        found["backward_wide_rows"] += sum(max(window.length - 512, 0) for window in back) / DEPTH
+        counts = [held(window.length) if graphs else window.length for window in back]
+        found["backward_rows"] += sum(counts) / DEPTH
+        found["backward_wide_rows"] += sum(max(count - 512, 0) for count in counts) / DEPTH
         found["backward_attention"] += sum(window.pairs for window in back) / DEPTH
         seen = set[str]()
         for window in back:  # another job's first window here shares the visit

@@ -196,3 +196,17 @@ def test_steps_leave_places_for_who_comes() -> None:
     nobody_minds = [decoding(SLO(between_tokens=5.0))]
     assert slack(nobody_minds, [], config=eight, places=places).training > 1.0
     assert slack(bounded, [], config=eight).training == INFINITE  # nobody comes
+
+
+def test_a_rare_delay_of_the_host_is_left_out_of_bounds_on_each_token() -> None:
+    """Beside the usual error of a step, where that leaves less than the margin of an answer's steps; of a
+    tight bound at most a fifth."""
+    for bound, delay in ((0.05, 3.5e-3), (0.03, 6e-3), (0.02, 4e-3)):
+        found = [
+            slack([decoding(SLO(between_tokens=bound))], [], config=replace(CONFIG, rare_delay=given))
+            for given in (0.0, delay, 1.0)
+        ]
+        none, some, most = (one.training for one in found)
+        assert none - some == pytest.approx(min(delay, none))
+        assert none - most == pytest.approx(min(bound / 5, none))
+        assert found[0].coming - found[1].coming == pytest.approx(0.9 * delay)
