@@ -20,9 +20,12 @@ from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.settings import settings_of
+from coserve.core.job_status import JobStatus
 from coserve.engine.completion import Completion
+from coserve.engine.finetuning import FineTuning
 from coserve.errors import ConfigError, UnsupportedModel
 from coserve.executors.remote import RemoteExecutor
+from coserve.train.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from forked_executors import fork_executors
 from models import ARCHITECTURES, logits_of, prompts, save, tiny, with_lora
 from recurrent import SHAPES
@@ -220,23 +223,23 @@ def compare(folder: Path, grid: tuple[int, int], *parts: object, **settings: Any
 Parts = Mapping[str, Sequence[object]]
 
 
-def trained(engine: Engine, methods: Parts, steps: int, states: Mapping[str, Any]) -> dict[str, Any]:
-    """Jobs that train together, from `states` or from the beginning: their states behind so many steps, or at
-    the end their weights."""
-    data = make_examples("resumed", 9)
-    jobs = {
-        own: engine.finetune(data, own, parts, TRAINING, resume=states.get(own))
-        for own, parts in methods.items()
-    }
+def trained(engine: Engine, methods: Parts, steps: int, kept: Path) -> dict[str, Any]:
+    """Jobs that train together, from checkpoints in `kept` where there are some: checkpoints behind so many
+    steps, or at the end their weights and steps."""
+    data, jobs = make_examples("resumed", 9), dict[str, FineTuning]()
+    for own, parts in methods.items():
+        newest = newest_checkpoint(kept / own)
+        resume = newest and read_checkpoint(newest.path, own, engine.base, torch.float64)
+        jobs[own] = engine.finetune(data, own, parts, TRAINING, resume=resume)
     if not steps:
         engine.run()
+        assert all(job.status is JobStatus.SUCCEEDED for job in jobs.values())
         return {own: (engine.adapters.weights(own).parameters(), job.history) for own, job in jobs.items()}
     found: dict[str, Any] = {}
     while len(found) < len(jobs):
         engine.step()
-        found |= {
-            own: job.pause() for own, job in jobs.items() if len(job.history) >= steps and own not in found
-        }
+        ripe = [own for own, job in jobs.items() if len(job.history) >= steps and own not in found]
+        found |= {own: write_checkpoint(kept / own, jobs[own].pause()) for own in ripe}
     return found
 
 
@@ -263,11 +266,11 @@ def test_jobs_go_on_with_other_ranks(
     fork_executors(monkeypatch)
     folder = save(tiny("llama", torch.float64), tmp_path / "model")
     with engine_of(folder, 1) as engine:
-        wanted = trained(engine, methods, 0, {})
+        wanted = trained(engine, methods, 0, tmp_path)
     with engine_of(folder, first[0], pipeline_parallel=first[1]) as engine:
-        states = trained(engine, methods, 1, {})
+        trained(engine, methods, 1, tmp_path)
     with engine_of(folder, then[0], pipeline_parallel=then[1]) as engine:
-        found = trained(engine, methods, 0, states)
+        found = trained(engine, methods, 0, tmp_path)
     assert any(history for _, history in found.values()), "some have steps left; others end meanwhile"
     for job, (weights, history) in wanted.items():
         others, resumed = found[job]

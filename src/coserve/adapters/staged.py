@@ -69,7 +69,9 @@ class StageShards(AdapterShards):
 
     def part(self, adapter: AdapterVersion) -> AdapterVersion:
         """The bypasses of an adapter that are in this stage, and virtual tokens, which all stages have."""
-        outline = adapter.with_parameters({n: t.to("meta") for n, t in adapter.parameters().items()})
+        # No memory, but a device: what never trains follows the trained ones, and comes back with the whole.
+        shapes = {n: t.new_zeros(()).expand(t.shape) for n, t in adapter.parameters().items()}
+        outline = adapter.with_parameters(shapes)
 
         def is_here(place: Place, bypass: Bypass) -> bool:
             return isinstance(bypass, VirtualTokens) or self.has(place.path)

@@ -306,7 +306,7 @@ class RemoteExecutor(WorkerTransport):
 
 
 def process_name(config: EngineConfig, number: int) -> str:
-    """What a process of so many is called in errors."""
+    """The name of a process, by its number among all, in errors."""
     stages, ranks = config.pipeline_parallel, config.tensor_parallel
     stage, rank = divmod(number, ranks)
     if config.ranks == 1:
