@@ -69,7 +69,7 @@ class ExpertsLoRA(Bypass):
         hidden, weights, numbers = torch.split(x, [width, chosen, chosen], -1)
         hidden, index, own = hidden.to(y.dtype), numbers.long(), self.experts
         found = torch.zeros_like(y, dtype=x.dtype)
-        for expert in index.unique().tolist():
+        for expert in sorted(set(index.flatten().tolist())):
             rows, place = torch.where(index == expert)
             inside = self._product("gate_up_proj" if own.has_gate else "up_proj", expert, hidden[rows])
             inside = own._apply_gate(inside) if own.has_gate else own.act_fn(inside)  # type: ignore[operator]
