@@ -72,6 +72,11 @@ def test_rows_are_pefts_and_pages_before_are_shared(tmp_path: Path) -> None:
             engine.generate(prompt, adapter=name or None, sampling=UNSCORED).result(), prompt, oracles[name]
         )
         found.append(engine.stats().found_tokens - before)
+    # Pages from the invocation on are the adapter's alone.
+    behind = [*shared, *INVOKED["first"], *range(30, 42)]
+    for name in ("first", "", "first"):
+        given_one = engine.generate(behind, adapter=name or None, sampling=UNSCORED)
+        expect_own(given_one.result(), behind, oracles[name])
     fresh, _ = engine_of(tmp_path)
     apart = []
     for name, prompt in asked[:4]:

@@ -60,6 +60,7 @@ def expect_own(engine: Engine, oracles: dict[str, nn.Module], seed: int = 0) -> 
         assert float((found - wanted).abs().max()) < NEAR, name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_answers_are_pefts(name: str, tmp_path: Path) -> None:
     """Two adapters and the base beside each other, from PEFT's files and from coserve's own; with a base that
@@ -91,6 +92,7 @@ def change_of(version: str | None, is_transposed: bool, a: Tensor, b: Tensor, ex
     return torch.einsum("o r e, e r i -> e o i" if is_swapped else "o r e, e r i -> e i o", b, a)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("version", [None, "0.18.1", "0.19.0", "0.19.1"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_layouts_are_told_by_the_file(name: str, version: str | None, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def engines(name: str, folder: Path) -> Iterator[tuple[str, Engine, dict[str, nn
     yield "zoo", zooed, {**oracles, "lora": adapted}
 
 
+@pytest.mark.slow  # five engines each
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_the_models_own(name: str, tmp_path: Path) -> None:
     for kind, engine, oracles in engines(name, tmp_path):
