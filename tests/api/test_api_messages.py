@@ -338,8 +338,8 @@ def test_what_only_its_own_service_runs(play: Play, ignores: bool) -> None:
         body = {"model": "tiny", "max_tokens": 5, "messages": HELLO}
         idle = {
             "container": "c", "mcp_servers": [], "inference_geo": "eu", "speed": "fast",
-            "billing_policy": {"bill_to": "self"}, "fallbacks": "default", "fallback_credit_token": "x",
-            "user_profile_id": "me",
+            "billing_policy": {"bill_to": "self"},
+            "fallbacks": "default", "fallback_credit_token": "x", "user_profile_id": "me",
             "diagnostics": {"previous_message_id": "m"},
             "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             "system": [{"type": "text", "text": "s", "citations": [{"type": "char_location"}]}],
