@@ -11,6 +11,7 @@ import pytest
 from test_api_batches import ended, jsonl, line, results, start
 from test_api_replicas import tell
 
+from coserve.errors import EngineLost
 from coserve.serve.store import leases
 from coserve.serve.store.leases import LeaseKey
 from coserve.serve.tinker import handover
@@ -222,6 +223,13 @@ def test_a_run_goes_on_after_a_restart_from_the_state_that_is_kept_of_it(
             assert found is not None
             assert [state.number for state in found.states] == [2, 4]
             assert [one.number for one in found.requests] == [3, 4], "as the client has no result of 3"
+            it.engine.deaf_to = (StepOptimizer,)
+            await caller.post("optim_step", step(run, 5))
+            await it.until(lambda: len(sent(it, StepOptimizer)) == 5)
+            it.state.draining = True  # the server ends, with one under way
+            it.state.link.refuse(EngineLost("the server is being stopped"))
+            await it.until(lambda: not it.app.state.tinker.runs.open_runs(run))
+            assert await log.read(run) is not None
             return run, str(found.states[0].path)
 
     async def second(run: str, state: str) -> None:
@@ -232,10 +240,11 @@ def test_a_run_goes_on_after_a_restart_from_the_state_that_is_kept_of_it(
             assert load.optimizer and sorted(one.name for one in Path(load.path).iterdir()) == sorted(
                 one.name for one in (it.state.store.folder / state).iterdir()
             )
-            assert len(sent(it, StepOptimizer)) == 2
             await told(caller, f"{run}:4")
-            assert (await insist(caller, "optim_step", step(run, 5))).status_code == 200
-            await told(caller, f"{run}:5")
+            assert "metrics" in await told(caller, f"{run}:5")
+            assert len(sent(it, StepOptimizer)) == 3
+            assert (await insist(caller, "optim_step", step(run, 6))).status_code == 200
+            await told(caller, f"{run}:6")
             gone = await caller.post("optim_step", step(run, 2))
             assert gone.status_code == 400 and "was used by an earlier request" in gone.text
 

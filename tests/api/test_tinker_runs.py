@@ -261,7 +261,7 @@ def test_a_client_that_went_silent_frees_what_it_had(play: Play) -> None:
         caller, dialect = Caller(world), world.app.state.tinker
         dialect.look_seconds = 0.02
         run = await caller.run()
-        dialect.silent_seconds = 0.3
+        dialect.silent_seconds = 1.0
         session = run.partition(":")[0]
         for _ in range(10):  # signs of life keep it
             await asyncio.sleep(0.05)
