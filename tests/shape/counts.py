@@ -141,8 +141,9 @@ def counted() -> list[Count]:
     present = {made.name for made in classes()}
     return [
         # Of the first 1,416 are recurrent layers, 1,145 tensor parallelism, 589 pipelines, 1,097 other
-        # attention, positions and text parts, 750 training by graph on a GPU. Of the second 1,617 are recurrent layers, 3,596 tensor
-        # parallelism, 929 pipelines, 2,120 adapter methods, 2,250 tools and reasoning, 360 Anthropic's
+        # attention, positions and text parts, 750 training by graph on a GPU. Of the second 1,617 are
+        # recurrent layers, 3,596 tensor parallelism, 929 pipelines, 2,120 adapter methods, 2,250 tools and
+        # reasoning, 360 Anthropic's
         # dialect, 2,698 Responses, 2,666 OpenAI's graders, evals and further fields of jobs, 2,294 batches,
         # embeddings and forms of answers, 1,560 the page, 2,600 what operators expect, 3,450 replicas, 3,900
         # a cluster's workers and policies.
