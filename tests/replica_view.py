@@ -1,4 +1,4 @@
-"""What a server of several shows in the end, of what clients have asked for."""
+"""Reads what one of several servers shows in the end of what clients have asked for."""
 
 import hashlib
 import json

@@ -1,6 +1,7 @@
 """Callers without a key: nothing of their body is read, whatever the route and the header."""
 
 import asyncio
+import itertools
 import json
 import random
 from typing import Any
@@ -11,6 +12,7 @@ from fastapi.routing import APIRoute
 from serving import Play, World
 
 SEEDS = range(3)
+ADDRESSES = itertools.cycle(range(256))  # an address may guess few keys in a minute
 
 
 def headers_without_a_key(draw: random.Random) -> list[tuple[bytes, bytes]]:
@@ -75,7 +77,8 @@ async def refused(
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
         "raw_path": path.encode(), "query_string": b"", "headers": headers, "scheme": "http",
-        "root_path": "", "client": ("127.0.0.1", 1), "server": ("localhost", 80), "state": {},
+        "root_path": "", "client": (f"10.{next(ADDRESSES)}.0.1", 1), "server": ("localhost", 80),
+        "state": {},
     }  # fmt: skip
     await app(scope, receive, send)
     return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))

@@ -50,7 +50,7 @@ class AdapterShards:
 
     @property
     def stages(self) -> Ranks:
-        """Those that have this rank's part of the layers of other stages of a pipeline."""
+        """The ranks that have this rank's part of the layers of other stages of a pipeline."""
         return ALONE
 
     def expect(self, methods: Sequence[str]) -> None:

@@ -453,7 +453,7 @@ def test_a_decode_step_is_one_of_the_engines(bench: Bench, monkeypatch: pytest.M
     assert remote.decode_step(bench, engine, 3)() == 1.0
     updated: list[int] = []
     with watch_plans(engine, lambda plan: updated.extend(clock.steps for _ in plan.updates)):
-        a_step = remote._train(bench, engine)()
+        a_step = remote._train(bench, engine, SavePolicy.INPUTS)()
     assert a_step == (updated[remote._TRAINING_STEPS] - updated[0]) / remote._TRAINING_STEPS
 
 

@@ -162,7 +162,7 @@ def test_the_command_fetches_sends_and_tells_what_to_pin(
     assert told == {"id": "poet", "source": f"{site.url}/poet/", "sha256": digest, "revision": None}
     sent = stub.asked[-1][2]
     assert b'name="name"\r\n\r\npoet' in sent and WEIGHTS in sent and CONFIG in sent
-    with pytest.raises(ConfigError, match="'nowhere' is no folder, hub name or URL"):
+    with pytest.raises(ConfigError, match="'nowhere' is no folder, zip file, hub name or URL"):
         run("adapters", "import", "nowhere")
 
 

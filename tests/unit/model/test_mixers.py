@@ -100,7 +100,7 @@ def test_a_window_cache_keeps_the_columns_that_transformers_keeps() -> None:
 
 @torch.no_grad()
 def test_kimis_mixer_goes_by_kernels() -> None:
-    """Whose code makes sure that the state which a function returns is in float32."""
+    """A mixer that makes sure in its own code that the state which a function returns is in float32."""
     config = AutoConfig.for_model("kimi_linear", hidden_size=64)
     config.linear_num_heads, config.linear_head_dim = 2, 16
     module = KimiLinearDeltaAttention(config, 0).requires_grad_(False)

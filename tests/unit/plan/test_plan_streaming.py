@@ -10,6 +10,7 @@ from coserve.adapters.loaded import LoadedAdapters
 from coserve.adapters.settings import settings_of
 from coserve.attention.batched import BatchedBackend
 from coserve.config import EngineConfig
+from coserve.core.plan import AdamW
 from coserve.engine.base_memory import BaseNeeds
 from coserve.errors import ConfigError
 from coserve.memory.compiled import built_bytes
@@ -28,6 +29,7 @@ from coserve.streamed.model_files import saved_bytes
 from coserve.streamed.shapes import ASSUMED_RATE
 from coserve.train.fresh import fresh_adapter
 from coserve.train.master_weights import MasterWeights
+from coserve.train.optim import step
 from models import save, tiny
 
 # Widths are multiples of 64: oneDNN pads others, which matters to small weights only.
@@ -143,7 +145,11 @@ def test_the_host_has_blocks_pages_and_moments(folder: Path) -> None:
     base = load_base(tiny("llama", torch.float32, **SIZES))
     start = fresh_adapter(base, "lora", settings_of(LORA.parts), 0)
     optimizer = MasterWeights(base, LoadedAdapters(), start).optimizer
-    moments = sum(tensor.nbytes for tensor in optimizer.snapshot()()[1].values())
+    for name, weight in optimizer.weights.items():
+        optimizer.accumulate(name, torch.ones_like(weight))
+    optimizer.bring()
+    step([(optimizer, AdamW(), 1e-3)])
+    moments = sum(x.nbytes for name, x in optimizer.snapshot()()[1].items() if not name.endswith(".step"))
     config = EngineConfig(swap_space="1MB", cache_tokens=64, page_size=8)
     plain = replace(LORA, system=System.TORCH)
     found = plan_host(base, config, 5000, 300, [ANSWERS, LORA, plain]).as_dict()

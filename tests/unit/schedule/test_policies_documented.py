@@ -73,8 +73,8 @@ def test_it_refuses_what_makes_no_sense(wrong: str) -> None:
 
 
 def rows() -> dict[str, str]:
-    """Options in the table, by the name of the policy."""
-    found = re.findall(r"^\| `([\w-]+)` \|([^|]*)\|", DOCUMENT, re.MULTILINE)
+    """Options in the table, which follow the name of the policy in brackets."""
+    found = re.findall(r"^\| `([\w-]+)`(?: \(([^)]*)\))? \|", DOCUMENT, re.MULTILINE)
     assert len(dict(found)) == len(found)
     return dict(found)
 

@@ -16,6 +16,7 @@ from steps import step_costs
 CONFIG = SchedulerConfig(layers=1, max_positions=256, min_prefill_rows=4)
 COST = step_costs(dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_rows": 0.01})
 NEVER = float("inf")
+LEAST = 4  # rows of the first prompt in a step
 
 
 def packed(
@@ -29,7 +30,7 @@ def packed(
     ]
     for sequence in line:
         queues.join(sequence)
-    PromptPacker(builder, queues, COST, CONFIG, left, limit, set(closed)).pack(line)
+    PromptPacker(builder, queues, COST, CONFIG, left, limit, set(closed), LEAST).pack(line)
     rows = {segment.key: segment.length for segment in builder.inference}
     return [rows.get(sequence.key, 0) for sequence in line]
 

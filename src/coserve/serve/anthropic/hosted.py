@@ -1,4 +1,4 @@
-"""What only Anthropic's own service runs: tools of a server's, MCP servers, skills in containers, edits of
+"""Parts of requests that only Anthropic's own service runs: tools of a server's, MCP servers, skills in containers, edits of
 the context. It is refused by name, or left out where the server says so (`ignore_hosted_tools`)."""
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What training runs of `tinker` clients have accepted, from which another server goes on with them.
+"""Requests that training runs of `tinker` clients have accepted, from which another server goes on.
 
 A run's log is the requests that its owner has promised to carry out, as they were sent, since the oldest
 state that is kept of it; and that state. Request 0 is the one that made the run: without it a log is not

@@ -1,4 +1,4 @@
-"""What another server needs to go on with a run: its requests, which are kept before they are promised, and
+"""Keeps all that another server needs to go on with a run: its requests, which are kept before they are promised, and
 now and then its state."""
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What is kept of training runs for other servers, and that only the owner of a run's lease changes it."""
+"""Training runs are kept for other servers, and only the owner of a run's lease changes what is kept."""
 
 import asyncio
 from pathlib import Path
