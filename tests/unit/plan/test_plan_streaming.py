@@ -155,5 +155,5 @@ def test_the_host_has_blocks_pages_and_moments(folder: Path) -> None:
     found = plan_host(base, config, 5000, 300, [ANSWERS, LORA, plain]).as_dict()
     assert found["moments"] == {"lora": moments} and found["room"] == 5000
     assert found["total"] == 300 + 1_000_000 + moments
-    pages = BatchedBackend(base.caches, 1, 8, base.dtype, base.device).nbytes
-    assert found["tokens"] == 1_000_000 // (pages // 8)
+    page = BatchedBackend(base.caches, 1, 8, base.dtype, base.device).page_nbytes
+    assert found["tokens"] == 1_000_000 // (page // 8)

@@ -224,8 +224,8 @@ async def _shown(request: Request, state: State, batch: BatchRecord) -> MessageB
 
 
 async def _counts(state: State, batch: BatchRecord, files: list[File]) -> MessageBatchCounts:
-    """Counts of a batch that has ended, by what became of its requests. How many were not begun is read from the file
-    that says so of each."""
+    """Counts of a batch that has ended, by what became of its requests. How many were not begun is read from
+    the file that says so of each."""
     counts = MessageBatchCounts(succeeded=batch.completed, errored=batch.failed)
     if batch.status not in ("cancelled", "expired"):
         return counts

@@ -1,5 +1,6 @@
-"""Parts of requests that only Anthropic's own service runs: tools of a server's, MCP servers, skills in containers, edits of
-the context. It is refused by name, or left out where the server says so (`ignore_hosted_tools`)."""
+"""Parts of requests that only Anthropic's own service runs: tools of a server's, MCP servers, skills in
+containers, edits of the context. They are refused by name, or left out where the server says so
+(`ignore_hosted_tools`)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,5 +1,5 @@
-"""Keeps all that another server needs to go on with a run: its requests, which are kept before they are promised, and
-now and then its state."""
+"""Keeps all that another server needs to go on with a run: its requests, before they are promised, and now
+and then its state."""
 
 import asyncio
 import logging
