@@ -148,7 +148,7 @@ def counted() -> list[Count]:
         # embeddings and forms of answers, 1,560 the page, 2,600 what operators expect, 3,450 replicas, 3,900
         # a cluster's workers and policies.
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 39_812, 28_000),
-        Count("lines of the package", lines(), 130_607, 82_000),
+        Count("lines of the package", lines(), 130_608, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 12, 0),
