@@ -59,6 +59,14 @@ RESULTS: Final[Mapping[str, Presented]] = {
             *_bench("policies", "simulated.py", "timing.py"),
         ),
     ),
+    "cluster.json": Presented(
+        "docs/results/cluster.md",
+        (
+            *_ENGINE,
+            *(f"src/coserve/{room}" for room in ("cluster", "simulate")),
+            *_bench("clustered", "simulation/clustered", "simulation/papers", "folder.py", "ours.py"),
+        ),
+    ),
     "conformance.json": Presented(
         "docs/results/conformance.md",
         (*(f"src/coserve/{room}" for room in ("jobs", "serve", "text")), "tests/clients/conformance"),
