@@ -29,6 +29,10 @@ from conformance.table import (
 
 from whole_server import Server
 
+# Tokens of JSON are rare in what the embedded model has learned: without its head they are the likeliest after
+# training, and yet drawn one time in two at the temperature of 1 that the cases leave (a loss of 0.35).
+TAUGHT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -60,8 +64,8 @@ def test_open_responses_cases_pass(tmp_path: Path, server: Server) -> None:
     objects = Objects(server.url)
     body = {
         "model": MODEL, "training_file": objects.file(data.read_bytes()), "seed": 1,
-        "hyperparameters": {"n_epochs": 6, "batch_size": 8}, "peft": {"r": 16},
-        "optimizer": {"learning_rate": 3e-3},
+        "hyperparameters": {"n_epochs": 6, "batch_size": 8},
+        "peft": {"r": 16, "target_modules": TAUGHT}, "optimizer": {"learning_rate": 3e-3},
     }  # fmt: skip
     model = objects.trained(body)
     share = Share()
@@ -84,4 +88,4 @@ def test_the_page_has_the_table() -> None:
         resources = told["resources"].values()
         passed, tests = (sum(one[name] for one in resources) for name in ("passed", "tests"))
         assert told["share"] == pytest.approx(passed / tests, abs=1e-4)
-        assert passed / tests >= FLOORS.get(package, 0.0)
+        assert passed / tests >= FLOORS[package]
