@@ -29,8 +29,8 @@ from conformance.table import (
 
 from whole_server import Server
 
-# With the head: a third of its rows, those of braces among them, were never trained and are one vector (cosines
-# above 0.99). Without it they stay alike, and are drawn for each other at the temperature of 1 that cases leave.
+# With the head: a third of its rows, those of braces among them, were never trained and are one vector, with
+# cosines above 0.99. Left so, they are drawn for each other at the temperature of 1 that the cases leave.
 TAUGHT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
