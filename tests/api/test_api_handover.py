@@ -214,6 +214,8 @@ def test_a_run_goes_on_after_a_restart_from_the_state_that_is_kept_of_it(
             run = await caller.run()
             for number in (1, 2):
                 await caller.result(await caller.post("optim_step", step(run, number)))
+            while (kept := await log.read(run)) is None or [one.number for one in kept.states] != [2]:
+                await asyncio.sleep(0.01)
             await it.until(lambda: it.app.state.tinker.runs.open_runs(run)[0].backlog.newer is None)
             await caller.post("optim_step", step(run, 3))  # whose result nobody reads
             await it.until(lambda: len(sent(it, StepOptimizer)) == 3)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -200,7 +200,9 @@ def test_the_deterministic_mode_needs_widths_whose_rows_are_aligned_alike(
         pass
 
 
-def compare(folder: Path, grid: tuple[int, int], *parts: object, **settings: Any) -> None:
+def compare(
+    folder: Path, grid: tuple[int, int], *parts: object, near: float = 1e-5, **settings: Any
+) -> None:
     """Answers of the base and of a trained adapter, and its training: of one rank, and of so many in so many
     stages."""
     questions, found = prompts(random.Random(folder.name), [9, 3, 21]), []
@@ -217,7 +219,7 @@ def compare(folder: Path, grid: tuple[int, int], *parts: object, **settings: Any
     (*same, numbers, losses), (*others, close, trained) = found
     assert same == others
     for before, after in zip([*numbers, *losses], [*close, *trained], strict=True):
-        assert list(after) == pytest.approx(list(before), rel=1e-5, abs=1e-5)
+        assert list(after) == pytest.approx(list(before), rel=near, abs=near)
 
 
 Parts = Mapping[str, Sequence[object]]
@@ -289,6 +291,10 @@ PREFIX, _LLAMA = PrefixTuningConfig(2), ARCHITECTURES["llama"]
 EXPERTS = {**SHAPES["granitemoehybrid"], "num_local_experts": 4, "num_experts_per_tok": 2}
 EIGHT, FOUR_BITS = {"quantize": "8bit"}, {"quantize": "4bit"}
 
+# Chunks of a recurrence are computed in float32, whatever windows they are in: a norm after an optimizer step
+# was 2.9e-5 away in one run of some.
+NEARLY: Final[dict[str, Any]] = {"near": 1e-4}
+
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
@@ -306,7 +312,7 @@ EIGHT, FOUR_BITS = {"quantize": "8bit"}, {"quantize": "4bit"}
         ),
         pytest.param("deepseek_v2", LATENT, (2, 1), [LORA], {}, id="latent keys"),
         pytest.param("deepseek_v3", LATENT, (2, 1), [LORA], {}, id="attention that is not cut"),
-        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (2, 1), [LORA], {}, id="states"),
+        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (2, 1), [LORA], NEARLY, id="states"),
         pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (1, 3), [LORA], {}, id="states in stages"),
         pytest.param("granitemoehybrid", EXPERTS, (2, 1), [LORA], {}, id="states beside experts"),
         pytest.param("granitemoehybrid", EXPERTS, (2, 2), [LORA], {}, id="states in stages on ranks"),

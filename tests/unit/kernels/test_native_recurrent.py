@@ -70,8 +70,9 @@ def check(
     near, before = NEAR[numbers.dtype], places.held.clone()
     want, states = own(places.read())
     exact = StatePlaces(places.held.double(), places.before, places.after)
+    rounded = near if numbers.dtype == torch.bfloat16 else 0.0  # of the sum's terms, which are of size 1
     for run, where in ((kernel, places), (twin, exact)):
-        assert_near(run(where), want, near)
+        assert_near(run(where), want, near, rounded + 1e-30)
         assert_near(where.held[where.after], states, near)
     others = torch.ones(len(before), dtype=torch.bool)
     others[places.after] = False
