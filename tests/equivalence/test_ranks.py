@@ -200,9 +200,7 @@ def test_the_deterministic_mode_needs_widths_whose_rows_are_aligned_alike(
         pass
 
 
-def compare(
-    folder: Path, grid: tuple[int, int], *parts: object, near: float = 1e-5, **settings: Any
-) -> None:
+def compare(folder: Path, grid: tuple[int, int], *parts: object, near: float = 1e-5, **settings: Any) -> None:
     """Answers of the base and of a trained adapter, and its training: of one rank, and of so many in so many
     stages."""
     questions, found = prompts(random.Random(folder.name), [9, 3, 21]), []
