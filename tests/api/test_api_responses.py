@@ -417,7 +417,7 @@ def test_what_asks_for_nothing_is_taken(shared_play: Play) -> None:
 
 
 def test_log_probabilities_of_a_text(play: Play) -> None:
-    """Those of a chat: in the deltas, at the end, and where the response is stored."""
+    """Log-probabilities as in a chat: in the deltas, at the end, and where the response is stored."""
 
     async def story(world: World) -> None:
         tokens = world.say("Hé, wörld ✓ and more")

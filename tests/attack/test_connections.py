@@ -327,7 +327,7 @@ def test_a_client_that_has_gone_is_no_line_in_the_log_for_each_write(
 
 
 def test_the_access_log_has_each_refusal_once(play: Play, caplog: pytest.LogCaptureFixture) -> None:
-    """Those of connections, which never reach the application, and those of what stands before its routes."""
+    """Refusals of connections, which never reach the application, and of what stands before its routes."""
     caplog.set_level(logging.INFO, "coserve.access")
 
     def told() -> list[tuple[str, str, int]]:

@@ -96,7 +96,7 @@ def adaptation(samples: Sequence[ClusterSample], asks: Sequence[ClusterAsk]) -> 
 
 
 def rising(asks: Sequence[ClusterAsk], seconds: float, seed: int = 1) -> list[ClusterAsk]:
-    """Those of steady arrivals that stay where the rate rises to them and falls again once in `seconds`."""
+    """The part of steady arrivals that stays where the rate rises to them and falls again in `seconds`."""
     draw = Random(seed)
     heights = (_CALM + (1 - _CALM) * (1 - cos(2 * pi * ask.at / seconds)) / 2 for ask in asks)
     return [ask for ask, height in zip(asks, heights, strict=True) if draw.random() < height]
