@@ -60,7 +60,11 @@ class Served:
         self._environment |= {f"COSERVE_{key.upper()}": _text(value) for key, value in given.items()}
 
     def __enter__(self) -> "Served":
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # `__exit__` is not called for it
+            self.kill(Victim.EVERYTHING)
+            raise
         return self
 
     def __exit__(
@@ -111,7 +115,9 @@ class Served:
         for pid in children:
             _kill(pid)
         self._process.wait()
-        _wait(lambda: not any(_is_alive(pid) for pid in children), "the children to end", self._patience)
+        _wait(
+            lambda: not any(_is_alive(pid) for pid in children), lambda: "the children to end", self._patience
+        )
         return moment
 
     # What it says
@@ -175,7 +181,7 @@ class Served:
                 raise ServerError(f"the server ended with status {self._process.returncode}: {self._tail()}")
             return holds()
 
-        _wait(check, f"the server {what}", self._patience)
+        _wait(check, lambda: f"the server {what}: {self._tail()}", self._patience)
 
     def _running(self) -> Running | None:
         return find_running(self.state) if self._process.poll() is None else None
@@ -184,11 +190,11 @@ class Served:
         return " | ".join(self._console.read_text(errors="replace").splitlines()[-8:])
 
 
-def _wait(holds: Callable[[], bool], what: str, patience: float) -> None:
+def _wait(holds: Callable[[], bool], what: Callable[[], str], patience: float) -> None:
     end = time.monotonic() + patience
     while not holds():
         if time.monotonic() > end:
-            raise ServerError(f"waited {patience:g} s in vain for {what}")
+            raise ServerError(f"waited {patience:g} s in vain for {what()}")
         time.sleep(_NAP)
 
 
