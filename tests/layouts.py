@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coserve.attention.backend import AttentionBackend, CacheShape, CommonAttentionMetadata, PageCopy
 from coserve.attention.batched import BatchedBackend
-from coserve.attention.plain import PlainBackend
+from coserve_benchmarks.gpu.plain_backend import PlainBackend
 from coserve.attention.store import Int8KVStore, KVStore
 from coserve.attention.tiled import TiledBackend
 from coserve.kernels.attention import AttentionSpec

@@ -85,7 +85,7 @@ def read_data(
     )
 
 
-def _reader(objective: Objective) -> Callable[..., datasets.Records[Any]]:
+def _reader(objective: Objective) -> datasets.Reader[Any]:
     match objective:
         case Supervised() | Distillation():
             return datasets.read

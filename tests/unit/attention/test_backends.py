@@ -15,7 +15,7 @@ from coserve.attention.backend import (
     InferenceRows,
     PageCopy,
 )
-from coserve.attention.plain import PlainBackend
+from coserve_benchmarks.gpu.plain_backend import PlainBackend
 from coserve.kernels.attention import AttentionSpec
 from layouts import BACKENDS, Make, draw
 

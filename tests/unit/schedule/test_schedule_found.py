@@ -53,7 +53,7 @@ class World:
         self.run()
         request, wanted = sequence.request, []
         for _ in range(answer):
-            virtual = virtual_tokens(request.adapter or "", request.virtual)
+            virtual = virtual_tokens(request.adapter or "", request.traits.virtual)
             wanted.append(next_token([*virtual, *request.prompt, *wanted], 1000))
         assert sequence.output == wanted
         return sequence

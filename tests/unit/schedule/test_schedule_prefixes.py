@@ -3,7 +3,7 @@
 import pytest
 
 from coserve.core.plan import BasePlan, Prefix
-from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.core.request import SLO, FinishReason, Request, SamplingParams, VersionTraits
 from coserve.core.sequence import Sequence
 from coserve.errors import OutOfPages, PromptTooLong
 from coserve.memory.pages import PagePool
@@ -25,7 +25,7 @@ def request(
 ) -> Request:
     sampling = SamplingParams(max_tokens=answer)
     tokens = (1,) * prompt
-    return Request("r", tokens, sampling, adapter, arrival=arrival, virtual=virtual, virtual_rows=rows)
+    return Request("r", tokens, sampling, adapter, arrival=arrival, traits=VersionTraits(virtual, rows))
 
 
 def running(it: Prefixes, key: int, of: Request) -> Sequence:
