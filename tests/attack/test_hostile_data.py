@@ -24,7 +24,7 @@ from training import upload
 
 read_any = Reader("any")
 
-TRIED = int(os.environ.get("COSERVE_ATTACK_DATA", "300"))
+TRIED = int(os.environ.get("COSERVE_ATTACK_DATA", "120"))
 CHILDREN = 12  # of these, files that a process of their own reads: 0.3 s each
 LONGEST = 1300  # characters of what is said about one
 

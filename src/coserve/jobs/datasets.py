@@ -125,10 +125,10 @@ class Reader(Generic[_R]):
         return cast(Records[_R], _records(source, name, self.what, most, limits, seconds))
 
 
-read: Final = Reader[SupervisedRecord]("supervised")
-read_preferences: Final = Reader[PreferenceRecord]("preferences")
-read_labelled: Final = Reader[LabelledRecord]("labelled")
-read_prompts: Final = Reader[PromptRecord]("prompts")
+read: Final[Reader[SupervisedRecord]] = Reader("supervised")
+read_preferences: Final[Reader[PreferenceRecord]] = Reader("preferences")
+read_labelled: Final[Reader[LabelledRecord]] = Reader("labelled")
+read_prompts: Final[Reader[PromptRecord]] = Reader("prompts")
 
 
 def count(

@@ -15,8 +15,8 @@ from coserve.attention.backend import (
     InferenceRows,
     PageCopy,
 )
-from coserve_benchmarks.gpu.plain_backend import PlainBackend
 from coserve.kernels.attention import AttentionSpec
+from coserve_benchmarks.gpu.plain_backend import PlainBackend
 from layouts import BACKENDS, Make, draw
 
 SIZE, PAGES, HEADS = 4, 40, 6

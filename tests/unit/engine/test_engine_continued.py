@@ -5,7 +5,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-import torch
 
 from coserve import SLO, Engine, EngineConfig, SamplingParams
 from coserve.core.plan import BasePlan, BaseResult

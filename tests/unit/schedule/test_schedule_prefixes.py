@@ -194,6 +194,6 @@ def test_preempted_sequences_come_back_to_the_same_answer() -> None:
     for of, sequence in zip(asked, found, strict=True):
         output: list[int] = []
         for _ in range(16):
-            before = [*virtual_tokens(of.adapter or "", of.virtual), *of.prompt, *output]
+            before = [*virtual_tokens(of.adapter or "", of.traits.virtual), *of.prompt, *output]
             output.append(next_token(before, 1000))
         assert sequence.output == output
