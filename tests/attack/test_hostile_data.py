@@ -85,8 +85,8 @@ def test_columns_that_expand_beyond_all_bounds(tmp_path: Path, monkeypatch: pyte
 
     file = io.BytesIO()
     text = pyarrow.array(["a" * 2**20]).take(
-        pyarrow.array([0] * 500)
-    )  # 500 MiB, as one entry of a dictionary
+        pyarrow.array([0] * 150)
+    )  # 150 MiB, as one entry of a dictionary
     write_table(pyarrow.table({"text": text}), file, compression="zstd", use_dictionary=True)
     assert len(file.getvalue()) < 100_000
     path = tmp_path / "a.parquet"

@@ -45,7 +45,7 @@ def check(oracle: Any, served: Engine, name: str, adapter: str | None = None) ->
         check_scored(logits, prompt, answer, TOLERANCE * float(logits.abs().max()))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_part_answers_as_the_whole_model(name: str) -> None:
     whole = shrunk.build(name)

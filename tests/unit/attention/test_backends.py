@@ -147,7 +147,7 @@ class Pair:
         return x[None]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
 @torch.no_grad()

@@ -185,7 +185,10 @@ def test_who_has_nothing_in_common(one: dict[str, object], other: dict[str, obje
 
 def test_names_are_of_all_that_keys_and_values_depend_on() -> None:
     one = Request("r", TEXT, scope="ab", adapter="c@1")
-    others = [replace(one, **changed) for changed in ({"scope": "a"}, {"adapter": "d@1"}, {"traits": VersionTraits(3)})]
+    others = [
+        replace(one, **changed)
+        for changed in ({"scope": "a"}, {"adapter": "d@1"}, {"traits": VersionTraits(3)})
+    ]
     others += [replace(one, base="other"), replace(one, scope="abb", base="ase"), replace(one, adapter=None)]
     assert len({root(of) for of in [one, *others]}) == 7
     assert root(replace(one, id="s", prompt=(1,), arrival=9.0)) == root(one)

@@ -33,7 +33,7 @@ def random_cache(count: int, draws: torch.Generator) -> Cache:
     return [(draw(c.groups, count, c.key, draws), draw(c.groups, count, c.value, draws)) for c in CACHES]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @dataclass
 class World:
     """A table, its pages, and beside them what every sequence should see."""

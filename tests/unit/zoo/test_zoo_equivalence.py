@@ -35,7 +35,7 @@ def zoo(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return zoo
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_states_are_those_of_transformers(name: str) -> None:
     model = tiny(name)
