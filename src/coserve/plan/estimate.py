@@ -78,8 +78,8 @@ def spread(processes: int) -> Iterator[Map]:
 
 def estimates(subject: Subject, programs: Sequence[Program], run_all: Map = map) -> Iterator[Estimate]:
     """For each program the peak bytes until each stage was reached, and their components. A deep model is run
-    with few layers, where all of them are alike (`plan.depth`). Runs begin before this returns where `run_all`
-    can."""
+    with few layers, where all of them are alike (`plan.depth`). Runs begin before this returns, where
+    `run_all` can do that."""
     whole = subject.without_weights()
     few = [shallow(whole, program) for program in programs]
     asked = [(one, program) for own, program in zip(few, programs, strict=True) for one in own or [whole]]
