@@ -17,12 +17,12 @@ from broken_data import MAKERS, bomb
 from coserve.errors import DataError
 from coserve.jobs import datasets
 from coserve.jobs.containers import values
-from coserve.jobs.datasets import Reader, count, read_rows
+from coserve.jobs.datasets import RecordReader, count, read_rows
 from coserve.jobs.limits import LIMITS, ReadLimits
 from serving import Play, World
 from training import upload
 
-read_any = Reader("any")
+read_any = RecordReader("any")
 
 TRIED = int(os.environ.get("COSERVE_ATTACK_DATA", "120"))
 CHILDREN = 12  # of these, files that a process of their own reads: 0.3 s each

@@ -142,7 +142,7 @@ class SamplingParams:
 
 
 class VersionTraits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a sequence's pages depend on in the adapter version that answers.
+    """Properties of the adapter version that answers, on which a sequence's pages depend.
 
     An adapter may have `virtual` tokens: they precede the prompt, at positions 0 to `virtual - 1`, and are
     not counted in other fields. The last `virtual_rows` of them pass through the model first; keys and values

@@ -85,7 +85,7 @@ def read_data(
     )
 
 
-def _reader(objective: Objective) -> datasets.Reader[Any]:
+def _reader(objective: Objective) -> datasets.RecordReader[Any]:
     match objective:
         case Supervised() | Distillation():
             return datasets.read

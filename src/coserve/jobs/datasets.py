@@ -103,7 +103,7 @@ def each_made(records: Iterable[Given], make: Callable[[Given], Made]) -> Iterat
 
 
 @dataclass(frozen=True, slots=True)
-class Reader(Generic[_R]):
+class RecordReader(Generic[_R]):
     """Reads the records of one of the sets of formats (`formats.SETS`)."""
 
     what: str
@@ -125,10 +125,10 @@ class Reader(Generic[_R]):
         return cast(Records[_R], _records(source, name, self.what, most, limits, seconds))
 
 
-read: Final[Reader[SupervisedRecord]] = Reader("supervised")
-read_preferences: Final[Reader[PreferenceRecord]] = Reader("preferences")
-read_labelled: Final[Reader[LabelledRecord]] = Reader("labelled")
-read_prompts: Final[Reader[PromptRecord]] = Reader("prompts")
+read: Final[RecordReader[SupervisedRecord]] = RecordReader("supervised")
+read_preferences: Final[RecordReader[PreferenceRecord]] = RecordReader("preferences")
+read_labelled: Final[RecordReader[LabelledRecord]] = RecordReader("labelled")
+read_prompts: Final[RecordReader[PromptRecord]] = RecordReader("prompts")
 
 
 def count(

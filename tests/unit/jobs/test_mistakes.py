@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs.datasets import Reader
+from coserve.jobs.datasets import RecordReader
 
-read_any = Reader("any")
+read_any = RecordReader("any")
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
