@@ -453,8 +453,8 @@ class OffloadReads:
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunches:
-    """Work that ran kernel by kernel on a device with graphs: rows of `answers` that a graph should have held,
-    all of which shared a pass, and windows of `jobs` that went back."""
+    """Work that ran kernel by kernel on a device with graphs: rows of `answers` that a graph should have
+    held, all of which shared a pass, and windows of `jobs` that went back."""
 
     answers: bool = False
     jobs: frozenset[str] = frozenset()
