@@ -27,7 +27,7 @@ from coserve.wire.messages import (
 )
 from models import letter_tokenizer, tiny
 
-HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 16, 512, 64, (0,), False, 0.0)
+HELLO = Hello("g", "m", "float32", "cpu", 1, 256, 96, 16, 512, 64, False, 0.0)
 
 
 class Desk:

@@ -172,7 +172,7 @@ class FakeEngine:
     def hello(self) -> Hello:
         return Hello(
             self._generation, "fake", "float32", "cpu", 1000, self.positions, self.vocabulary, 256, 32768,
-            self.max_running, self.eos, True, 0.1, self.jobs, self.waiting, self.starved,
+            self.max_running, True, 0.1, self.jobs, self.waiting, self.starved,
             crash=self.crash, linears={"attention": ("self_attn.q_proj",), "feed_forward": ("mlp.up_proj",)},
             bases=self.bases, stitched=self.stitched,
         )  # fmt: skip
@@ -351,7 +351,7 @@ class FakeEngine:
         running = min(len(self.running), self.max_running)
         return EngineStats(
             self.steps, 0, 0, 0, 0.0, 0, 0, running, len(self.running) - running, 2048, 2000, 0.1, 0, 0,
-            len(self.adapters), 0, paging=Paging(resident=tuple(self.adapters), pinned=tuple(self.pinned)),
+            len(self.adapters), paging=Paging(resident=tuple(self.adapters), pinned=tuple(self.pinned)),
         )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ class _Zygote:
     @staticmethod
     def _start() -> socket.socket:
         ours, theirs = socket.socketpair()
-        code = f"import forking; forking.run_zygote({theirs.fileno()})"
+        code = f"import forking; forking.run_zygote({theirs.fileno()}, {_PRELOADED})"
         paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         # In a session of its own: an interrupt at the terminal is for the tests. Its end is the socket's.
         subprocess.Popen(
@@ -153,10 +153,10 @@ class _Zygote:
 _ZYGOTE = _Zygote()
 
 
-def run_zygote(number: int) -> None:
+def run_zygote(number: int, preloaded: Sequence[str]) -> None:
     """Imports, and forks a process for each order that comes through the socket."""
     gc.disable()
-    for name in _PRELOADED:
+    for name in preloaded:
         import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread"
     gc.collect()

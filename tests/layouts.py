@@ -10,10 +10,10 @@ from torch import Tensor
 
 from coserve.attention.backend import AttentionBackend, CacheShape, CommonAttentionMetadata, PageCopy
 from coserve.attention.batched import BatchedBackend
-from coserve.attention.plain import PlainBackend
 from coserve.attention.store import Int8KVStore, KVStore
 from coserve.attention.tiled import TiledBackend
 from coserve.kernels.attention import AttentionSpec
+from coserve_benchmarks.gpu.plain_backend import PlainBackend
 
 
 class Make(Protocol):

@@ -230,7 +230,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         sequence = self._sequences[segment.key]
         request, end = sequence.request, segment.start + segment.length
         assert segment.length > 0 and segment.start == sequence.computed, "rows in order"
-        virtual = request.virtual
+        virtual = request.traits.virtual
         assert segment.context == virtual + segment.start and segment.adapter == request.adapter
         assert end <= sequence.length, "rows that are not known yet"
         if segment.request is None:
@@ -263,7 +263,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         assert segment.tail_rows == len(scored) + is_last, "rows through the head"
         if not is_last:
             return Sampled(None, prompt_logprobs=scored)
-        virtual = virtual_tokens(request.adapter or "", request.virtual)
+        virtual = virtual_tokens(request.adapter or "", request.traits.virtual)
         known = [*virtual, *sequence.tokens(0, sequence.length)]
         sequence.output.append(next_token(known, self._vocabulary))
         return Sampled(sequence.output[-1], prompt_logprobs=scored)
@@ -275,7 +275,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         Virtual tokens are common to all sequences; the following tokens to those of one scope, if any.
         """
         request, pasts = sequence.request, self._pasts[sequence.key]
-        virtual, scope, adapter = request.virtual, request.scope, request.adapter or ""
+        virtual, scope, adapter = request.traits.virtual, request.scope, request.adapter or ""
         known = [*virtual_tokens(adapter, virtual), *sequence.tokens(0, end)]
         for position in range(len(pasts), len(known)):
             before = pasts[-1] if pasts else _past_of(0, adapter)

@@ -11,10 +11,11 @@ import numpy as np
 from coserve.core.events import TokenEvent
 from coserve.engine.engine import Engine
 from coserve.simulate.driven import announced
-from coserve.simulate.intervals import interval, percentile
+from coserve.simulate.intervals import percentile
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Tokens, fixed_prompts, greedy
 from coserve_benchmarks.inference import floor_seconds
+from coserve_benchmarks.intervals import interval
 from coserve_benchmarks.ours import Bench, make_engine, start_training, warm_training
 from coserve_benchmarks.timing import OF_REQUESTS
 

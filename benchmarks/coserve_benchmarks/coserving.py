@@ -13,12 +13,13 @@ import numpy as np
 
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
-from coserve.simulate.intervals import interval, percentile, ratio_of_means, share_interval
+from coserve.simulate.intervals import percentile
 from coserve.simulate.replay import LoadResult
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.requests import Workload, poisson_requests
 from coserve_benchmarks import finetune, inference, slowdown
 from coserve_benchmarks.drive import serve
+from coserve_benchmarks.intervals import interval, ratio_of_means, share_interval
 from coserve_benchmarks.ours import Bench, make_engine, start_training, warm_training
 from coserve_benchmarks.plans import RecordedStep, record_plans, save_plans
 from coserve_benchmarks.timing import OF_SECONDS, OF_SHARE

@@ -6,6 +6,7 @@ from coserve.core.plan import BasePlan
 from coserve.core.sequence import Direction
 from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
+from coserve_benchmarks.floors import train_flops
 from coserve_benchmarks.ours import Bench, batch_tokens, make_engine, seconds_of_steps, start_training
 from coserve_benchmarks.peers import PeftTraining
 from coserve_benchmarks.plans import local_sessions, watch_plans
@@ -104,7 +105,7 @@ def _training_engine(bench: Bench, keep: SavePolicy) -> Engine:
 def _figure(bench: Bench, name: str, times: Timing, recompute: bool) -> None:
     settings = bench.settings
     tokens = settings.batch * settings.length
-    flops = bench.shape.train_flops(settings.batch, settings.length, settings.rank, recompute)
+    flops = train_flops(bench.shape, settings.batch, settings.length, settings.rank, recompute)
     spread = (tokens / times.high, tokens / times.low)
     bench.results.figure(
         name,

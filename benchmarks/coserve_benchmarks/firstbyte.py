@@ -5,10 +5,11 @@ from functools import partial
 
 import numpy as np
 
-from coserve.simulate.intervals import interval, percentile
+from coserve.simulate.intervals import percentile
 from coserve.workload.requests import poisson_requests
 from coserve_benchmarks.client import Clients
 from coserve_benchmarks.folder import training_file
+from coserve_benchmarks.intervals import interval
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.recording_client import RecordingClient
 from coserve_benchmarks.served import Served

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from coserve.core.request import SLO
 from coserve.engine.engine import Engine
 from coserve.workload.requests import Tokens, fixed_prompts, greedy
+from coserve_benchmarks.floors import decode_bytes, prefill_flops
 from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.outside.peer import LLAMA_CPP, VLLM, Outside, OutsidePeer, interpreter_with
 from coserve_benchmarks.peers import ContinuousBatching, StaticGenerate, best_batch_settings
@@ -138,6 +139,6 @@ def _figure(bench: Bench, name: str, times: Timing) -> None:
 def floor_seconds(bench: Bench, prompts: int, length: int, answer: int) -> float:
     """Least time for answers: the prompts at the matrix rate, then every decode step's bytes."""
     shape, machine = bench.shape, bench.machine
-    return machine.floor_train_seconds(shape.prefill_flops(prompts, length)) + sum(
-        machine.floor_decode_seconds(shape.decode_bytes(prompts, length + step)) for step in range(1, answer)
+    return machine.floor_train_seconds(prefill_flops(shape, prompts, length)) + sum(
+        machine.floor_decode_seconds(decode_bytes(shape, prompts, length + step)) for step in range(1, answer)
     )

@@ -5,7 +5,7 @@ from statistics import median
 
 import numpy as np
 
-from coserve.simulate.intervals import interval
+from coserve_benchmarks.intervals import interval
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.served import Served, Victim
 from coserve_benchmarks.timing import ratio_of

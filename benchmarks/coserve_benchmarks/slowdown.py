@@ -12,9 +12,9 @@ from statistics import mean, median
 from typing import Final
 
 from coserve.core.request import SLO
-from coserve.simulate.intervals import share_interval
 from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.workload.requests import TimedRequest, Workload, poisson_requests
+from coserve_benchmarks.intervals import share_interval
 from coserve_benchmarks.results import Results
 from coserve_benchmarks.settings import Settings
 from coserve_benchmarks.timing import OF_SHARE, ratio_of

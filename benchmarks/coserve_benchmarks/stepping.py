@@ -16,8 +16,8 @@ from coserve.executors.local import LocalExecutor
 from coserve.kernels.native import ops
 from coserve.model.base import Base
 from coserve.model.placement import Placement
-from coserve.simulate.intervals import interval
 from coserve.workload.shapes import shape_named
+from coserve_benchmarks.intervals import interval
 from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.remote import STEPS, decode_step
 from coserve_benchmarks.timing import alternate

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from coserve.simulate.intervals import interval
+from coserve_benchmarks.intervals import interval
 
 LEAST_ROUNDS: Final = 5  # for an interval
 # What the two ends of a spread are, for the JSON.

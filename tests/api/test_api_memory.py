@@ -233,7 +233,7 @@ def test_a_job_that_fails_for_memory_says_what_would_fit(play: Play) -> None:
 def test_memory_is_among_the_figures(play: Play) -> None:
     async def story(world: World) -> None:
         world.state.link.stats = EngineStats(
-            1, 0, 0, 0, 0.0, 0, 0, 0, 0, 8, 8, 0.1, 0, 0, 0, 0,
+            1, 0, 0, 0, 0.0, 0, 0, 0, 0, 8, 8, 0.1, 0, 0, 0,
             memory={"base": 1000, "activations": 250}, memory_budget=4096, memory_peak=1300,
             memory_imports=700,
         )  # fmt: skip

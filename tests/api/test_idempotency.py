@@ -157,6 +157,7 @@ class History:
             assert answer.status_code == 422, answer.text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(SAMPLES))
 def test_whatever_the_history_a_key_creates_one_thing(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -137,7 +137,7 @@ def _copy(source: str, target: str) -> str:
     return str(shutil.copy2(source, target))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(2 * len(DAMAGES)))
 def test_a_damaged_database_is_told_of_in_one_sentence(seed: int, tmp_path: Path) -> None:
     strike(tmp_path / "state", seed)

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs.datasets import Records, read, read_any, read_labelled, read_preferences
+from coserve.jobs.datasets import RecordReader, Records, read, read_labelled, read_preferences
 from coserve.jobs.formats import ChatRecord, CompletionRecord, LabelledRecord, PreferenceRecord, TextRecord
 from coserve.jobs.messages import Message, ToolCall
+
+read_any = RecordReader("any")
 
 TRIED = int(os.environ.get("COSERVE_ATTACK_SHAPES", "400"))
 COLUMNS = 6  # of these, files that a process of their own reads: 0.4 s each

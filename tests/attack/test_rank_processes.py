@@ -87,6 +87,7 @@ def test_a_rank_that_is_killed_at_any_moment_is_named(engine: Engine, number: in
     assert lost(engine, False) == f"the process of rank {number} of {RANKS} has ended (SIGKILL)"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(RANKS))
 def test_a_rank_that_hangs_is_named(engine: Engine, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_SILENCE", 1.0)

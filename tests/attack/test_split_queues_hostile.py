@@ -122,7 +122,7 @@ def test_who_floods_and_does_not_read_is_not_read(served: Served, healthy: Execu
     wait_until(lambda: served.service.clients == 1)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("direction", get_args(Direction))
 @pytest.mark.parametrize("whole", [MLP, LAYER])
 def test_who_floods_spans_and_does_not_read_is_not_read(

@@ -71,7 +71,7 @@ def lost(engine: Engine) -> str:
     return str(caught.value)
 
 
-@pytest.mark.sample(2, per="how")
+@pytest.mark.sample(1, per="how")
 @pytest.mark.parametrize(("ranks", "number"), [(1, 0), (1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stage_that_is_killed_or_hangs_is_named(

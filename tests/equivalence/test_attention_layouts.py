@@ -52,7 +52,7 @@ def run(name: str, backend: str, patch: pytest.MonkeyPatch) -> Outcome:
     return [answer.tokens for answer in answers], torch.tensor(scores, dtype=torch.float64)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["page major", "plain"])
 @pytest.mark.parametrize("name", METHODS)
 def test_an_engine_answers_alike(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

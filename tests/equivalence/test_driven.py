@@ -32,7 +32,7 @@ def engine(model: object, **settings: object) -> Engine:
     return Engine(model, EngineConfig(calibrate=False, cache_tokens=2048, **settings))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *SHARING])
 def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     """Prompts of mixed lengths side by side, also beyond the sliding window; float32, identical tokens."""
@@ -176,7 +176,7 @@ def test_a_device_that_is_not_there(device: str) -> None:
         load_base(tiny("llama"), device=device)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *SHARING])
 def test_every_architecture_comes_back_from_its_folder(name: str, tmp_path: Path) -> None:
     """No tensor of theirs is missed for one that is tied or made on the spot."""

@@ -65,7 +65,7 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        if isinstance(thing, Tensor) and type(thing) in (Tensor, torch.nn.Parameter):
+        if type(thing) in (Tensor, torch.nn.Parameter):  # not by `isinstance`: libraries have lazy proxies
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage
     return found

@@ -154,7 +154,7 @@ def test_served_saved_and_merged(case: str, name: str, tmp_path: Path) -> None:
     assert exact(case, logprobs(merged.eval()), theirs, logprobs)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", [case for case in THEIRS if case not in AS_LORA])
 def test_gradients(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of windows that are cut and kept in every way. In float64, as PEFT's, where PEFT computes in it. (The

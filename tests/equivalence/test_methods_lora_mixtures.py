@@ -68,7 +68,7 @@ def saved_by(engine: Engine, config: LoRAConfig, folder: Path) -> Path:
 CASES = [(name, "all") for name in NAMES] + [("deepseek_v3", "feed-forward"), ("glm4_moe", "up")]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "config"), CASES)
 def test_peft_loads_what_is_saved(name: str, config: str, tmp_path: Path) -> None:
     """Without a warning, beside the same modules, and to the same logits; coserve reads it again."""

@@ -239,7 +239,7 @@ def fresh(engine: Engine) -> AdapterVersion:
     return fresh_adapter(engine.base, "mine", LORA, 3)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("objective", [DPO(0.7), ORPO(0.6), ORPO(0.6, "answer")], ids=str)
 @pytest.mark.parametrize("start", [started, fresh])
 def test_a_job_on_pairs_is_plain_training(

@@ -84,7 +84,7 @@ def texts(name: str, longest: int) -> list[tuple[int, ...]]:
     return [tuple(one) for one in prompts(random.Random(name), (min(longest, 90) - 4, 9, WINDOW + 3))]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_it_answers_and_trains_as_transformers(name: str) -> None:
     kind, fields, longest = CASES[name]

@@ -72,6 +72,7 @@ def ask(engine: Engine, questions: list[list[int]], adapter: str | None = None) 
     return [engine.generate(question, adapter, SAMPLING) for question in questions]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "grid", "dtype", "changes", "parts"), CASES)
 def test_stages_compute_what_one_process_does(
     name: str, grid: tuple[int, int], dtype: torch.dtype, changes: dict[str, Any], parts: list[object],

@@ -101,7 +101,7 @@ def ask(engine: Engine, questions: list[list[int]], adapter: str | None = None) 
     return [engine.generate(question, adapter, SAMPLING) for question in questions]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "ranks", "dtype", "changes", "methods"), CASES)
 def test_ranks_compute_what_one_does(
     name: str, ranks: int, dtype: torch.dtype, changes: dict[str, Any],

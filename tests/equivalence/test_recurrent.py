@@ -136,6 +136,7 @@ def case_of(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> Case:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_in_windows_are_pefts(name: str) -> None:
     """Examples are packed and cut by windows, also into windows of one row, and put down between layers: to

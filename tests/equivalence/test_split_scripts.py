@@ -168,6 +168,7 @@ def trained(
     return losses, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_a_trainer_trains_as_without(address: str, tmp_path: Path, is_checkpointed: bool) -> None:
     config = METHODS["lora"]

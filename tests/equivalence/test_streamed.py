@@ -81,7 +81,7 @@ def load_split(
         return load_streamed(folder, 1 << 30, **fields)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_split_gives_the_same_logits(
@@ -95,7 +95,7 @@ def test_every_split_gives_the_same_logits(
         assert torch.equal(logits(base, seed), logits(whole, seed))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("quantize", ["8bit", "4bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)

@@ -150,7 +150,7 @@ JOBS = (
 @pytest.mark.parametrize(
     ("name", "dtype", "steps", "tolerance"),
     [
-        ("llama", torch.float64, 20, 1e-10),
+        ("llama", torch.float64, 8, 1e-10),
         ("gemma2", torch.float64, 5, 1e-10),
         ("llama", torch.float32, 10, 1e-4),
         pytest.param("llama", torch.float64, STEPS, 1e-10, marks=pytest.mark.slow),

@@ -57,10 +57,11 @@ NOT_RUN: Final = {
 SLOW: Final = {
     "README-4", "first-adapter-4", "from-peft-1", "from-peft-2", "from-unsloth-1", "from-vllm-1",
     "memory-1", "monitoring-1", "monitoring-3", "monitoring-4", "monitoring-5", "monitoring-6",
-    "monitoring-7", "operating-5", "pipeline-parallel-1", "policies-1", "policies-2", "privacy-1",
-    "replicas-2", "simulate-1", "simulate-2", "simulate-3", "split-1", "split-2", "split-3", "split-4",
-    "split-5", "split-6", "split-7", "split-8", "split-9", "tensor-parallel-1", "tools-1", "training-2",
-    "two-machines-1", "two-machines-2", "two-machines-3", "zoo-1", "zoo-2", "zoo-3",
+    "monitoring-7", "operating-5", "operating-7", "pipeline-parallel-1", "pipeline-parallel-2",
+    "policies-1", "policies-2", "privacy-1", "replicas-2", "simulate-1", "simulate-2", "simulate-3",
+    "split-1", "split-2", "split-3", "split-4", "split-5", "split-6", "split-7", "split-8", "split-9",
+    "tensor-parallel-1", "tensor-parallel-2", "tools-1", "training-2", "two-machines-1", "two-machines-2",
+    "two-machines-3", "zoo-1", "zoo-2", "zoo-3",
 }  # fmt: skip
 # Blocks that another test runs as they are written.
 ELSEWHERE: Final = dict.fromkeys(

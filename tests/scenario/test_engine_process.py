@@ -198,7 +198,7 @@ def test_cancelling_frees_at_once_and_faults_come_back(
     assert len(server.prompt_logprobs["scored"]) == 28 and "scored" not in server.tokens
     assert server.last["empty"].fault.kind == "EmptyPrompt"
     server.until(lambda s: s.stats is not None and s.stats.running == 0)
-    assert server.stats.free_pages == server.stats.pages and server.stats.resident_bytes > 1e7
+    assert server.stats.free_pages == server.stats.pages
     assert not server.is_over("gone")
 
 

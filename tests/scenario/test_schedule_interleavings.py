@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coserve.core.events import Event, Finished, PassDone, StepDone, TokenEvent
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment
-from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.core.request import SLO, FinishReason, Request, SamplingParams, VersionTraits
 from coserve.core.sequence import MicroBatch, Sequence
 from coserve.errors import OutOfPages
 from coserve.memory.pages import PagePool
@@ -85,7 +85,7 @@ actions = st.one_of(
 
 def answer_alone(request: Request) -> list[int]:
     """The fake model's answer to a request that is alone."""
-    virtual = virtual_tokens(request.adapter or "", request.virtual)
+    virtual = virtual_tokens(request.adapter or "", request.traits.virtual)
     output: list[int] = []
     while len(output) < request.sampling.max_tokens:
         output.append(next_token([*virtual, *request.prompt, *output], VOCABULARY))
@@ -176,8 +176,7 @@ class World:
             adapter=adapter,
             slo=of["slo"],  # type: ignore[arg-type]
             arrival=self.executor.now,
-            virtual=virtual,
-            virtual_rows=virtual if adapter == "full@1" else 0,
+            traits=VersionTraits(virtual, virtual if adapter == "full@1" else 0),
             scope=of.get("scope", ""),  # type: ignore[arg-type]
         )
         try:

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from coserve.core.request import Request, SamplingParams
+from coserve.core.request import Request, SamplingParams, VersionTraits
 from coserve.core.sequence import Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
@@ -23,12 +23,13 @@ def ask(draws: Random, arrival: float) -> Request:
     adapter = f"a{virtual}@0" if virtual else None
     sampling = SamplingParams(max_tokens=draws.randint(1, 16))
     prompt, newcomer = (1,) * draws.choice((1, 1, 6)), draws.random() < 0.7
-    return Request("r", prompt, sampling, adapter, arrival=arrival, virtual=virtual, newcomer=newcomer)
+    traits = VersionTraits(virtual)
+    return Request("r", prompt, sampling, adapter, arrival=arrival, traits=traits, newcomer=newcomer)
 
 
 def expected(sequence: Sequence) -> list[int]:
     request, tokens = sequence.request, list[int]()
-    before = [*virtual_tokens(request.adapter or "", request.virtual), *request.prompt]
+    before = [*virtual_tokens(request.adapter or "", request.traits.virtual), *request.prompt]
     for _ in range(request.sampling.max_tokens):
         tokens.append(next_token([*before, *tokens], VOCABULARY))
     return tokens

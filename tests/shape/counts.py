@@ -4,7 +4,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,8 +70,17 @@ def lines(*rooms: str) -> int:
 @cache
 def classes() -> tuple[ast.ClassDef, ...]:
     """Every class of the package; reading them takes two seconds."""
-    nodes = (node for file in sorted(SOURCE.rglob("*.py")) for node in ast.walk(ast.parse(file.read_text())))
-    return tuple(node for node in nodes if isinstance(node, ast.ClassDef))
+    files = sorted(SOURCE.rglob("*.py"))
+    return tuple(made for file in files for made in classes_in(ast.parse(file.read_text())))
+
+
+def classes_in(node: ast.AST) -> Iterator[ast.ClassDef]:
+    """Classes among the statements of a module, function or class: expressions, most nodes, have none."""
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.stmt | ast.excepthandler | ast.match_case):
+            if isinstance(inner, ast.ClassDef):
+                yield inner
+            yield from classes_in(inner)
 
 
 def names_in(node: ast.AST | None) -> set[str]:

@@ -31,8 +31,9 @@ SLEEPS = "import time; print('sleeps', flush=True); time.sleep(600)"
 # A parent that has forked one, and is killed; and one whose child is forked from it.
 FORKS = f"""
 import subprocess, sys
-from forking import forked
-with forked():
+import forking
+forking._PRELOADED = ("coserve.errors",)  # what is imported makes no difference here
+with forking.forked():
     print(subprocess.Popen([sys.executable, "-c", {SLEEPS!r}], stdout=subprocess.DEVNULL).pid, flush=True)
 sys.stdin.read()
 """

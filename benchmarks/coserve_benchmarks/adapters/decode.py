@@ -14,6 +14,7 @@ from coserve.train.fresh import fresh_adapter
 from coserve.workload.requests import fixed_prompts, greedy
 from coserve_benchmarks.adapters.peers import AtBestThreads, NaivePasses, PeftMixed
 from coserve_benchmarks.adapters.sizes import AdapterSizes, adapter_bytes, mean_rank, ranks_of
+from coserve_benchmarks.floors import decode_bytes
 from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.timing import Timing, alternate, speedup
 
@@ -83,7 +84,7 @@ def add_random(engine: Engine, name: str, rank: int, seed: int) -> str:
 def _figures(bench: Bench, sizes: AdapterSizes, series: str, times: dict[str, Timing]) -> None:
     """Milliseconds of a step beside what reading its bytes, or its arithmetic, takes at least."""
     shape = bench.shape
-    base = shape.decode_bytes(sizes.rows, sizes.prompt)
+    base = decode_bytes(shape, sizes.rows, sizes.prompt)
     bench.results.figure(f"{series}.decode.bytes[base]", base / 1e6, "MB a step")
     for name, timing in times.items():
         ranks = {"base": [], "single": [mean_rank(series)]}.get(name)
@@ -105,7 +106,7 @@ def _floor_ms(bench: Bench, nbytes: float, flops: float) -> float:
 
 def _vs_floor(bench: Bench, sizes: AdapterSizes, times: dict[str, Timing]) -> None:
     shape, most = bench.shape, sizes.counts[-1]
-    base = shape.decode_bytes(0, 0)
+    base = decode_bytes(shape, 0, 0)
     one = base + adapter_bytes(shape, [mean_rank("mixed")])
     all_of_them = base + adapter_bytes(shape, ranks_of("mixed", most))
     ratio, allowed = speedup(times[str(most)], times["single"]), one / all_of_them

@@ -25,12 +25,13 @@ from coserve.adapters.files import CONFIG, WEIGHTS, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.engine.engine import Engine
 from coserve.engine.process import SWITCH
-from coserve.simulate.intervals import interval, percentile
+from coserve.simulate.intervals import percentile
 from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.train.fresh import fresh_adapter
 from coserve.wire.messages import Paging
 from coserve.workload.requests import TimedRequest, Workload, fixed_prompts, greedy
 from coserve_benchmarks.drive import serve
+from coserve_benchmarks.intervals import interval
 from coserve_benchmarks.ours import Bench, make_engine
 from coserve_benchmarks.timing import OF_REQUESTS
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from coserve.attention.backend import AttentionBackend, CacheShape, CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
 from coserve.attention.paged import make_batched
-from coserve.attention.plain import PlainBackend
 from coserve.attention.store import Int8KVStore
 from coserve.attention.tiled import TiledBackend
 from coserve.kernels.attention import AttentionSpec
+from coserve_benchmarks.gpu.plain_backend import PlainBackend
 
 # Of sums of a few dozen products of numbers up to 2.
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 8e-2}

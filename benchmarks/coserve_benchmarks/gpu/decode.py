@@ -14,6 +14,7 @@ from coserve.engine.engine import Engine
 from coserve.train.fresh import sketch_adapter
 from coserve.workload.requests import fixed_prompts, greedy
 from coserve_benchmarks.adapters.sizes import adapter_bytes
+from coserve_benchmarks.floors import decode_bytes
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
 
@@ -31,7 +32,7 @@ def run(log: PartLog, place: Place) -> None:
             log.note(f"no time was left for {rows} rows")
             continue
         seconds = step(engine, place, [None] * rows)
-        floor = place.shape.decode_bytes(rows, sizes.context) / place.rates.bandwidth
+        floor = decode_bytes(place.shape, rows, sizes.context) / place.rates.bandwidth
         log.seconds(f"decode.step[{rows}]", seconds, floor, "bytes read at the measured bandwidth")
         log.figure(f"decode.rate[{rows}]", rows / seconds, "tokens/s", rows / floor, floor / seconds)
     _with_adapters(log, place, engine)
@@ -48,7 +49,7 @@ def _with_adapters(log: PartLog, place: Place, engine: Engine) -> None:
             continue
         names += [_add_random(engine, place, f"adapter-{i}") for i in range(len(names), count)]
         seconds = step(engine, place, [names[i * count // rows] if count else None for i in range(rows)])
-        nbytes = place.shape.decode_bytes(rows, sizes.context)
+        nbytes = decode_bytes(place.shape, rows, sizes.context)
         nbytes += adapter_bytes(place.shape, [sizes.rank] * count)
         log.seconds(f"decode.step[{rows}, {count} adapters]", seconds, nbytes / place.rates.bandwidth)
         if count:

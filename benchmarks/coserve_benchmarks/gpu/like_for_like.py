@@ -6,6 +6,7 @@ from statistics import median
 
 from coserve.train.save_policy import SavePolicy
 from coserve.workload.shapes import shape_named
+from coserve_benchmarks.floors import train_flops
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
 from coserve_benchmarks.gpu.training import ALONE, steps_within
@@ -21,6 +22,6 @@ def run(log: PartLog, place: Place) -> None:
     warm_training(engine, [own.train(engine, "peers", SavePolicy.EVERYTHING)])
     seconds = median(steps_within(lambda: seconds_of_steps(engine), log.left / 2))
     rate = batch * length / seconds
-    most = batch * length * own.peak / own.shape.train_flops(batch, length, own.sizes.rank, recompute=False)
+    most = batch * length * own.peak / train_flops(own.shape, batch, length, own.sizes.rank, recompute=False)
     note = f"{shape}, rank {own.sizes.rank}, {batch} sequences of {length} tokens a step"
     log.figure("like_for_like.rate", rate, "tokens/s", most, rate / most, note)

@@ -5,6 +5,7 @@ from statistics import median
 
 from coserve.engine.engine import Engine
 from coserve.workload.requests import Tokens, fixed_prompts, greedy
+from coserve_benchmarks.floors import prefill_flops
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
 
@@ -22,7 +23,7 @@ def run(log: PartLog, place: Place) -> None:
             continue
         prompts = fixed_prompts(count, length, place.shape.vocabulary)
         seconds = median([_answered(engine, prompts) for _ in range(_ROUNDS + 1)][1:])
-        floor = place.shape.prefill_flops(count, length) / place.rates.matrix_rate
+        floor = prefill_flops(place.shape, count, length) / place.rates.matrix_rate
         log.seconds(f"prefill[{count}x{length}]", seconds, floor, note="operations at the measured rate")
         log.figure(f"prefill.rate[{count}x{length}]", count * length / seconds, "tokens/s")
 

@@ -6,6 +6,7 @@ from statistics import median
 
 from coserve.engine.engine import Engine
 from coserve.train.save_policy import SavePolicy
+from coserve_benchmarks.floors import train_flops
 from coserve_benchmarks.gpu.log import PartLog
 from coserve_benchmarks.gpu.place import Place
 from coserve_benchmarks.ours import seconds_of_steps, warm_training
@@ -72,13 +73,13 @@ def _report(log: PartLog, place: Place, keep: SavePolicy, seconds: float) -> Non
     """Tokens a second, and their operations (without repeated ones) as a share of the device's peak."""
     sizes, shape = place.sizes, place.shape
     tokens = sizes.batch * sizes.length
-    flops = shape.train_flops(sizes.batch, sizes.length, sizes.rank, recompute=False)
+    flops = train_flops(shape, sizes.batch, sizes.length, sizes.rank, recompute=False)
     most, name = tokens * place.peak / flops, f"training[{keep.value}]"
     log.figure(f"{name}.rate", tokens / seconds, "tokens/s", most, tokens / seconds / most)
     log.figure(f"{name}.mfu", tokens / seconds / most, "of the peak")
     measured = flops / seconds / place.rates.matrix_rate
     log.figure(f"{name}.of_measured", measured, "of the measured product's rate")
-    again = shape.train_flops(sizes.batch, sizes.length, sizes.rank, keep is SavePolicy.INPUTS)
+    again = train_flops(shape, sizes.batch, sizes.length, sizes.rank, keep is SavePolicy.INPUTS)
     log.figure(f"{name}.with_repeated", again / seconds / place.peak, "of the peak, repeated operations too")
 
 

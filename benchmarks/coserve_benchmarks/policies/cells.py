@@ -13,9 +13,10 @@ from typing import Any, Final
 import numpy as np
 
 from coserve.core.request import SLO
-from coserve.simulate.intervals import interval, percentile, share_interval
+from coserve.simulate.intervals import percentile
 from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.requests import ServedAdapters, Workload
+from coserve_benchmarks.intervals import interval, share_interval
 from coserve_benchmarks.mixes import TrainingSpec, WorkloadSettings
 from coserve_benchmarks.policies import papers, traffic
 from coserve_benchmarks.policies.contest import Contest, Judge

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from coserve.core.request import SLO
-from coserve.simulate.intervals import interval, percentile
+from coserve.simulate.intervals import percentile
 from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.workload.requests import Workload
+from coserve_benchmarks.intervals import interval
 
 OURS: Final = "adaptive"
 ISOLATED: Final = "isolated"

@@ -6,8 +6,8 @@ from statistics import mean, median
 from typing import Any, Final
 
 from coserve.core.request import SLO
-from coserve.simulate.intervals import share_interval
 from coserve.workload.requests import ServedAdapters, Workload
+from coserve_benchmarks.intervals import share_interval
 from coserve_benchmarks.mixes import TrainingSpec
 from coserve_benchmarks.policies import traffic
 from coserve_benchmarks.policies.contest import ISOLATED, OURS, Contest, attained, own_bounds, within

@@ -11,8 +11,8 @@ import numpy as np
 
 from coserve.core.plan import StepPlan, StepResult
 from coserve.schedule.policies import make_policy
-from coserve.simulate.intervals import interval
 from coserve.workload.requests import Workload, greedy
+from coserve_benchmarks.intervals import interval
 from coserve_benchmarks.ours import Bench, seconds_of_steps, start_job
 from coserve_benchmarks.policies.testbed import EngineTestbed
 from coserve_benchmarks.timing import OF_ROUNDS

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from coserve.parallel.bypass_graph import BypassGraph, OpKind, bottleneck_graph, lora_graph
+from coserve.parallel.bypass_graph import INPUT, BypassGraph, BypassOp, OpKind
 from coserve.parallel.links import RankLink
 from coserve.parallel.ranks import Rank, Ranks, join, part_of
 from coserve.parallel.search import ENDS, BypassPlan, Cut, PassLoad, best_plans
@@ -21,6 +21,20 @@ from coserve.parallel.states import CHANGES, SUMMANDS, State
 
 RANKS: Final = 2
 _PATIENCE: Final = 600.0  # seconds for all rounds of the processes
+
+
+def lora_graph(inputs: int, outputs: int, rank: int) -> BypassGraph:
+    """A low-rank bypass."""
+    a = BypassOp("A", OpKind.LINEAR, (INPUT,), rank)
+    b = BypassOp("B", OpKind.LINEAR, ("A",), outputs)
+    return BypassGraph(inputs, outputs, (a, b))
+
+
+def bottleneck_graph(inputs: int, outputs: int, width: int) -> BypassGraph:
+    """An adapter of Houlsby's kind beside a linear: down, a function of single numbers, up."""
+    down = BypassOp("down", OpKind.LINEAR, (INPUT,), width)
+    bend = BypassOp("f", OpKind.ACTIVATION, ("down",), width)
+    return BypassGraph(inputs, outputs, (down, bend, BypassOp("up", OpKind.LINEAR, ("f",), outputs)))
 
 
 @dataclass(frozen=True, slots=True)

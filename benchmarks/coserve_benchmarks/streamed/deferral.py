@@ -16,10 +16,10 @@ from operator import attrgetter
 from typing import Final
 
 from coserve.core.request import SLO
-from coserve.simulate.intervals import interval, ratio_of_means
 from coserve.simulate.jitter import Jitter
 from coserve.simulate.replay import LoadResult, replay
 from coserve.workload.requests import TimedJob, TimedRequest, Workload, fixed_prompts, training_tokens
+from coserve_benchmarks.intervals import interval, ratio_of_means
 from coserve_benchmarks.results import Results
 from coserve_benchmarks.simulated import weighted_machine
 from coserve_benchmarks.timing import OF_SEEDS, Ratio

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from coserve.simulate.intervals import share_interval
 from coserve.workload.shapes import ModelShape, shape_named
 from coserve_benchmarks.folder import save_shape
+from coserve_benchmarks.intervals import share_interval
 from coserve_benchmarks.ours import Bench
 from coserve_benchmarks.streamed.contestants import order_for, read_report, run_contestant
 from coserve_benchmarks.streamed.orders import StreamedOrder, SwapCase

@@ -452,6 +452,15 @@ class OffloadReads:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelLaunches:
+    """Work that ran kernel by kernel on a device with graphs: rows of `answers` that a graph should have
+    held, all of which shared a pass, and windows of `jobs` that went back."""
+
+    answers: bool = False
+    jobs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class BaseResult:
     """Result of one base's plan. Keys are sequence keys (`sampled`) and job ids (`updated`, `failed`).
 
@@ -463,9 +472,7 @@ class BaseResult:
     not be written or read, those whose rows fail alone, for lack of memory or any other reason, and those
     that have no next token; `offload_reads` what was read of all of them. `outputs` are those of
     micro-batches that report and have ended, by key. `unfilled` are adapters whose virtual tokens failed:
-    pages that the plan has filled with them are not to be read. Where rows of answers that a graph should
-    have held were `launched` kernel by kernel, all of them shared a pass. `launched_jobs` are those whose
-    windows went back without a graph.
+    pages that the plan has filled with them are not to be read.
 
     `together_failed` tells that a pass that several share ran out of memory. The plan has run again as a
     narrower one, or its training has stopped there, as by a pause.
@@ -485,8 +492,7 @@ class BaseResult:
     outputs: Mapping[int, MicroBatchOutput] = field(default_factory=dict)
     unfilled: Mapping[str, CoserveError] = field(default_factory=dict)
     together_failed: bool = False
-    launched: bool = False
-    launched_jobs: frozenset[str] = frozenset()
+    launched: KernelLaunches = KernelLaunches()
 
 
 @dataclass(frozen=True, slots=True)

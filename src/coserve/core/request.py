@@ -141,6 +141,22 @@ class SamplingParams:
                 raise ConfigError(f"sampling.{name} must name tokens by integers")
 
 
+class VersionTraits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Properties of the adapter version that answers, on which a sequence's pages depend.
+
+    An adapter may have `virtual` tokens: they precede the prompt, at positions 0 to `virtual - 1`, and are
+    not counted in other fields. The last `virtual_rows` of them pass through the model first; keys and values
+    of the others are given. Keys and values are `of_base` where the adapter's modules all stand behind the
+    last of them: these are the base's own, and shared with it. The adapter acts on the prompt's tokens from
+    `active_from` on (aLoRA); those before are the base's.
+    """
+
+    virtual: int = 0
+    virtual_rows: int = 0
+    of_base: bool = False
+    active_from: int = 0
+
+
 class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A request for text: one record from the route, or the caller of `Engine`, to the device. On its way to
     an engine's process it is a message of its own (`wire.messages.Command`).
@@ -155,20 +171,11 @@ class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     `adapter` is the name or the key of an adapter version, or in a server's request the id of a chain of two
     bases (`Hello.stitched`). Under load one of the `alternatives`, the most accurate first, may answer in its
     place; None is the base. The engine chooses when the request is submitted: from then on `adapter` is the
-    key of the *version* that answers (`name@3`), and the fields that follow from it are set: `base`,
-    `virtual`, `virtual_rows`, `of_base` and `active_from`.
-
-    An adapter may have `virtual` tokens: they precede the prompt, at positions 0 to `virtual - 1`, and are
-    not counted in other fields. The last `virtual_rows` of them pass through the model first; keys and values
-    of the others are given.
+    key of the *version* that answers (`name@3`), and the fields that follow from it are set: `base` and
+    `traits`.
 
     Requests of one `scope` and one adapter version share cached prefixes; None neither uses nor adds any. A
     server gives each tenant its own scope.
-
-    The adapter acts on the prompt's tokens from `active_from` on (aLoRA); those before are the base's.
-
-    Keys and values are `of_base` where the adapter's modules all stand behind the last of them: these are the
-    base's own, and shared with it.
 
     A `newcomer` is a request of a tenant below its fair share: its first token has priority
     (`schedule/newcomers.py`). One in the `background` delays no other request (`schedule/background.py`).
@@ -181,12 +188,9 @@ class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     slo: SLO = SLO()
     arrival: float = 0.0
     base: str = BASE
-    virtual: int = 0
-    virtual_rows: int = 0
+    traits: VersionTraits = VersionTraits()
     scope: str | None = ""
     newcomer: bool = False
     background: bool = False
-    of_base: bool = False
-    active_from: int = 0
     alternatives: tuple[str | None, ...] = ()
     continued: tuple[int, ...] = ()

@@ -156,7 +156,7 @@ class Sequence:
     @property
     def virtual(self) -> int:
         """Positions before its first token."""
-        return self.request.virtual
+        return self.request.traits.virtual
 
     @property
     def remaining(self) -> int:

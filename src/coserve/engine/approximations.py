@@ -11,7 +11,7 @@ from coserve.adapters.activation import first_active
 from coserve.adapters.paging.cache import AdapterCache, AdapterTier, ExpectedRead, expected_reads
 from coserve.adapters.paging.reader import Reader
 from coserve.adapters.paging.stored import KnownVersion
-from coserve.core.request import BASE, Request
+from coserve.core.request import BASE, Request, VersionTraits
 from coserve.core.sequence import Sequence as Answer
 from coserve.engine.memory import EngineMemory
 from coserve.schedule.approximation import ApproximationRule, StepLoad, VersionOutlook
@@ -44,15 +44,11 @@ def for_version(request: Request, version: Version) -> Request:
     it acts."""
     if not isinstance(version, KnownVersion):
         base = request.base if version is None else version.base
-        return structs.replace(
-            request, base=base, adapter=None, virtual=0, virtual_rows=0, of_base=False, active_from=0
-        )
+        return structs.replace(request, base=base, adapter=None, traits=VersionTraits())
     virtual, invocation = version.virtual, version.outline.invocation
-    return structs.replace(
-        request, adapter=version.key, virtual=virtual.count, virtual_rows=virtual.prompt_count,
-        of_base=version.outline.behind,
-        active_from=first_active(request.prompt, invocation, version.name) if invocation else 0,
-    )  # fmt: skip
+    start = first_active(request.prompt, invocation, version.name) if invocation else 0
+    traits = VersionTraits(virtual.count, virtual.prompt_count, version.outline.behind, start)
+    return structs.replace(request, adapter=version.key, traits=traits)
 
 
 class Approximations:

@@ -201,7 +201,10 @@ class _Probe:
 
     def timed(self, plan: BasePlan) -> Sample:
         features, result = Features.of(plan), self.run(plan)
-        return features.launched if result.launched else features, result.seconds - result.reads.waited
+        return (
+            features.launched if result.launched.answers else features,
+            result.seconds - result.reads.waited,
+        )
 
     def sequence(
         self, tokens: int, answered: int, first_page: int, room: int = 1, adapter: str | None = None

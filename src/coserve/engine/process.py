@@ -356,7 +356,6 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
         width=base.hidden_size,
         cache_tokens=config.pages * config.page_size,
         max_running=config.max_running,
-        eos=engine.executor.spec.eos_ids,
         deterministic=config.deterministic,
         load_seconds=seconds,
         quantize=base.quantized,

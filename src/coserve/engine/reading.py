@@ -1,6 +1,6 @@
 """Reads a job's data for its objective."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -85,7 +85,7 @@ def read_data(
     )
 
 
-def _reader(objective: Objective) -> Callable[..., datasets.Records[Any]]:
+def _reader(objective: Objective) -> datasets.RecordReader[Any]:
     match objective:
         case Supervised() | Distillation():
             return datasets.read

@@ -6,7 +6,6 @@ from typing import Final
 
 from coserve.adapters.paging.cache import AdapterCache
 from coserve.engine.memory import JOB_OWNER, EngineMemory
-from coserve.memory.malloc import resident_bytes
 from coserve.memory.pages import PagePool
 from coserve.schedule.scheduler import Scheduler
 from coserve.schedule.waits import reasons
@@ -44,7 +43,6 @@ def count(
         cost_error=scheduler.cost.error,
         cost_margin=scheduler.cost.margin(scheduler.config, trains=True),
         adapters=len(cache),
-        resident_bytes=resident_bytes(),
         memory={account.value: nbytes for account, nbytes in memory.audit().items()},
         memory_budget=memory.ledger.budget,
         memory_peak=memory.meter.peak(),

@@ -8,12 +8,12 @@ What arrives here is bounded and valid. Objects in memory are the caller's own, 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
 import msgspec
 
@@ -102,58 +102,33 @@ def each_made(records: Iterable[Given], make: Callable[[Given], Made]) -> Iterat
         yield made, place_of(records, number)
 
 
-def read(
-    source: Source,
-    name: str | None = None,
-    most: int | None = None,
-    limits: ReadLimits = LIMITS,
-    seconds: float = BEGINNING_SECONDS,
-) -> Records[SupervisedRecord]:
-    """The records for supervised training of a file, or of dicts in the form of its lines. With `most` only
-    the beginning is read: so many records, or those that were read within `seconds`, 16 at least.
+@dataclass(frozen=True, slots=True)
+class RecordReader(Generic[_R]):
+    """Reads the records of one of the sets of formats (`formats.SETS`)."""
 
-    `name` is the source's name in errors, by default the file's name or "data". Raises DataError, which lists
-    the first invalid records, at most three, once the first of them is reached.
-    """
-    return cast(Records[SupervisedRecord], _records(source, name, "supervised", most, limits, seconds))
+    what: str
 
+    def __call__(
+        self,
+        source: Source,
+        name: str | None = None,
+        most: int | None = None,
+        limits: ReadLimits = LIMITS,
+        seconds: float = BEGINNING_SECONDS,
+    ) -> Records[_R]:
+        """The records of a file, or of dicts in the form of its lines. With `most` only the beginning is
+        read: so many records, or those that were read within `seconds`, 16 at least.
 
-def read_preferences(
-    source: Source,
-    name: str | None = None,
-    most: int | None = None,
-    limits: ReadLimits = LIMITS,
-    seconds: float = BEGINNING_SECONDS,
-) -> Records[PreferenceRecord]:
-    """Preference pairs of a source, as `read` reads examples."""
-    return cast(Records[PreferenceRecord], _records(source, name, "preferences", most, limits, seconds))
+        `name` is the source's name in errors, by default the file's name or "data". Raises DataError, which
+        lists the first invalid records, at most three, once the first of them is reached.
+        """
+        return cast(Records[_R], _records(source, name, self.what, most, limits, seconds))
 
 
-def read_labelled(
-    source: Source,
-    name: str | None = None,
-    most: int | None = None,
-    limits: ReadLimits = LIMITS,
-    seconds: float = BEGINNING_SECONDS,
-) -> Records[LabelledRecord]:
-    """Labelled completions of a source, as `read` reads examples."""
-    return cast(Records[LabelledRecord], _records(source, name, "labelled", most, limits, seconds))
-
-
-def read_prompts(
-    source: Source,
-    name: str | None = None,
-    most: int | None = None,
-    limits: ReadLimits = LIMITS,
-    seconds: float = BEGINNING_SECONDS,
-) -> Records[PromptRecord]:
-    """Prompts with references of a source, as `read` reads examples."""
-    return cast(Records[PromptRecord], _records(source, name, "prompts", most, limits, seconds))
-
-
-def read_any(source: Source, name: str | None = None, limits: ReadLimits = LIMITS) -> Records[Record]:
-    """Records of whichever kind the source has, as `read` reads examples."""
-    return _records(source, name, "any", None, limits, BEGINNING_SECONDS)
+read: Final[RecordReader[SupervisedRecord]] = RecordReader("supervised")
+read_preferences: Final[RecordReader[PreferenceRecord]] = RecordReader("preferences")
+read_labelled: Final[RecordReader[LabelledRecord]] = RecordReader("labelled")
+read_prompts: Final[RecordReader[PromptRecord]] = RecordReader("prompts")
 
 
 def count(

@@ -110,20 +110,6 @@ class BypassGraph:
         return frozenset(name for one in self.operators for name in one.inputs) & {INPUT, PRODUCT}
 
 
-def lora_graph(inputs: int, outputs: int, rank: int) -> BypassGraph:
-    """A low-rank bypass."""
-    a = BypassOp("A", OpKind.LINEAR, (INPUT,), rank)
-    b = BypassOp("B", OpKind.LINEAR, ("A",), outputs)
-    return BypassGraph(inputs, outputs, (a, b))
-
-
-def bottleneck_graph(inputs: int, outputs: int, width: int) -> BypassGraph:
-    """An adapter of Houlsby's kind beside a linear: down, a function of single numbers, up."""
-    down = BypassOp("down", OpKind.LINEAR, (INPUT,), width)
-    bend = BypassOp("f", OpKind.ACTIVATION, ("down",), width)
-    return BypassGraph(inputs, outputs, (down, bend, BypassOp("up", OpKind.LINEAR, ("f",), outputs)))
-
-
 class ForwardStates(NamedTuple):
     """States of an operator's weight (None: it has none) and inputs."""
 

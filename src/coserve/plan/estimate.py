@@ -61,13 +61,6 @@ def make_run(subject: Subject, program: Program, device: torch.device) -> Run:
     return kind(subject, program, device)
 
 
-def estimate_peaks(subject: Subject, program: Program) -> Estimate:
-    """Peak bytes until each stage of the program was reached, and their components. A deep model is run with
-    few layers, where all of them are alike (`plan.depth`)."""
-    (found,) = estimates(subject, [program])
-    return found
-
-
 @contextmanager
 def spread(processes: int) -> Iterator[Map]:
     """A `map` that begins all calls at once, in so many copies of this process, which may have no thread that
@@ -84,7 +77,9 @@ def spread(processes: int) -> Iterator[Map]:
 
 
 def estimates(subject: Subject, programs: Sequence[Program], run_all: Map = map) -> Iterator[Estimate]:
-    """`estimate_peaks` of all programs, whose runs `run_all` begins before this returns, if it can."""
+    """For each program the peak bytes until each stage was reached, and their components. A deep model is run
+    with few layers, where all of them are alike (`plan.depth`). Runs begin before this returns, where
+    `run_all` can do that."""
     whole = subject.without_weights()
     few = [shallow(whole, program) for program in programs]
     asked = [(one, program) for own, program in zip(few, programs, strict=True) for one in own or [whole]]

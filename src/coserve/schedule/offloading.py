@@ -43,7 +43,7 @@ class Offloading:
         """Says why a request of at most `tokens` cached ones cannot be offloaded; empty if it can."""
         if not self.pages:
             return f"none are elsewhere: {self._refusal}" if self._refusal else "none are elsewhere"
-        if request.virtual:
+        if request.traits.virtual:
             return "sequences with an adapter's virtual tokens cannot lie elsewhere"
         if self.pool.pages_for(tokens) > self.pages:
             return f"{self.pages} elsewhere (engine.swap_space)"

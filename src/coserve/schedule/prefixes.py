@@ -96,7 +96,7 @@ class Prefixes:
 
     def rows(self, request: Request) -> int:
         """Rows of virtual tokens to compute before a sequence of this request can run."""
-        return request.virtual_rows if self._virtual_pages(request) is None else 0
+        return request.traits.virtual_rows if self._virtual_pages(request) is None else 0
 
     def look_up(self, sequence: Sequence) -> None:
         """Counts the tokens found in the cache and in the second tier for a waiting sequence as computed.
@@ -124,13 +124,13 @@ class Prefixes:
         or of pages in the second tier that go on from there: these are to be read into the `filled` ones.
         """
         request, pages = sequence.request, self._pages
-        first = request.virtual // pages.page_size  # page with a token of its own
+        first = request.traits.virtual // pages.page_size  # page with a token of its own
         found = self._find(sequence)
         computed = self._usable(sequence, len(found))
-        full, rest = divmod(request.virtual + computed, pages.page_size)
+        full, rest = divmod(request.traits.virtual + computed, pages.page_size)
         read, begun = found[: full - first], found[full - first :][: rest > 0]
         swapped, filled, names = sequence.swapped, 0, list[bytes]()
-        whole = 0 if swapped is None else (request.virtual + swapped.tokens) // pages.page_size - first
+        whole = 0 if swapped is None else (request.traits.virtual + swapped.tokens) // pages.page_size - first
         if swapped is not None and swapped.first <= first + len(found) and computed < swapped.tokens:
             read = found[:whole]
             computed, full, rest, begun = swapped.tokens, first + len(read), 0, []
@@ -141,8 +141,8 @@ class Prefixes:
         self.swapped.take(names)
         own = [page for page in begun if not pages.readers(page)]  # it loses its name and is written on
         virtual = self._virtual_pages(request)
-        missing = pages.pages_for(request.virtual) if virtual is None else 0
-        wanted = missing + pages.pages_for(request.virtual + tokens) - full - len(own)
+        missing = pages.pages_for(request.traits.virtual) if virtual is None else 0
+        wanted = missing + pages.pages_for(request.traits.virtual + tokens) - full - len(own)
         taken = pages.allocate(sequence.key, wanted, [*(virtual or ()), *read, *own])
         if taken is None:
             self.swapped.give_back(names)
@@ -197,7 +197,7 @@ class Prefixes:
     def next_cut(self, sequence: Sequence) -> int:
         """The position at which a sequence's next rows end at the latest: before its adapter acts, and where
         its state is kept."""
-        active = sequence.request.active_from
+        active = sequence.request.traits.active_from
         most = active if sequence.computed < active else sequence.length
         takes_part = self.states is not None and self._takes_part(sequence)
         return min(next_cut(sequence, self._pages.page_size), most) if takes_part else most
@@ -254,11 +254,11 @@ class Prefixes:
                 self._pages.forget(old)
             self._pages.name(page, name)
         assert request.adapter is not None, "virtual tokens are an adapter's"
-        prefix = Prefix(request.adapter, tuple(pages), request.virtual, request.virtual_rows)
+        prefix = Prefix(request.adapter, tuple(pages), request.traits.virtual, request.traits.virtual_rows)
         self._unfilled.append(prefix)
 
     def _virtual_names(self, request: Request) -> list[tuple[str, str, int]]:
-        pages = self._pages.pages_for(request.virtual)
+        pages = self._pages.pages_for(request.traits.virtual)
         return virtual_names(request, pages) if pages else []
 
     # Found tokens
@@ -333,7 +333,7 @@ class Prefixes:
         while len(names) <= index:
             start, end = max(len(names) * size - at, 0), (len(names) + 1) * size - at
             before = names[-1] if names else root(sequence.request)
-            if start <= sequence.request.active_from < end:
+            if start <= sequence.request.traits.active_from < end:
                 before = activated(before, sequence.request)
             names.append(page_name(before, sequence.tokens(start, end - start)))
         return names[index]
@@ -342,9 +342,9 @@ class Prefixes:
 def root(request: Request) -> bytes:
     """The name before a request's first own page."""
     digest = blake2b(digest_size=_BYTES)
-    is_base = request.of_base or request.active_from > 0
+    is_base = request.traits.of_base or request.traits.active_from > 0
     chain = "" if is_base else request.adapter or ""
-    for part in (request.scope or "", request.base, chain, str(request.virtual)):
+    for part in (request.scope or "", request.base, chain, str(request.traits.virtual)):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(8, "little"))  # or "ab", "c" would be "a", "bc"
         digest.update(encoded)
@@ -354,9 +354,9 @@ def root(request: Request) -> bytes:
 def activated(before: bytes, request: Request) -> bytes:
     """The name before the page from which on a request's adapter acts; that of the page before it where the
     adapter acts on all or its keys and values are the base's."""
-    if not request.active_from or request.of_base:
+    if not request.traits.active_from or request.traits.of_base:
         return before
-    acts = f"{request.active_from} {request.adapter}".encode()
+    acts = f"{request.traits.active_from} {request.adapter}".encode()
     return blake2b(before + acts, digest_size=_BYTES).digest()
 
 

@@ -64,14 +64,15 @@ class RequestQueues:
         prompt, answer = len(request.prompt), request.sampling.max_tokens
         if prompt == 0:
             raise EmptyPrompt(f"request {request.id} has an empty prompt; it needs at least one token")
-        virtual = f" after the {request.virtual} of its adapter" if request.virtual else ""
-        if (together := request.virtual + prompt + answer) > positions:
+        ahead = request.traits.virtual
+        virtual = f" after the {ahead} of its adapter" if ahead else ""
+        if (together := ahead + prompt + answer) > positions:
             raise PromptTooLong(
                 f"request {request.id} has {prompt} prompt tokens and asks for up to {answer} more{virtual}, "
                 f"together {together}; the model has {positions} positions"
             )
         most = prompt + max(answer, 1) - 1  # the last token of an answer never enters the cache
-        needed = pages.pages_for(request.virtual) + cache.prefixes.pages_for(request.virtual, most)
+        needed = pages.pages_for(ahead) + cache.prefixes.pages_for(ahead, most)
         is_long = needed > pages.pages
         if is_long and (why := cache.offloading.refusal(request, most)):
             raise OutOfPages(

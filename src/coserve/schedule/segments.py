@@ -19,9 +19,9 @@ def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSeg
         sequence.key,
         start,
         rows,
-        request.virtual + start,
+        request.traits.virtual + start,
         tail,
-        request.adapter if start >= request.active_from else None,
+        request.adapter if start >= request.traits.active_from else None,
         offloaded=sequence.offloaded,
     )
 

@@ -172,8 +172,8 @@ class StepCosts:
             its = result.bases[base]
             returned = {one.job for one in its.trained if one.direction is Direction.BACKWARD}
             self.bases[base].launched -= returned
-            self.bases[base].launched |= its.launched_jobs
-            self.bases[base].observe(part, its.seconds, its.reads, its.offload_reads, its.launched)
+            self.bases[base].launched |= its.launched.jobs
+            self.bases[base].observe(part, its.seconds, its.reads, its.offload_reads, its.launched.answers)
 
     def observe_beside(self, plan: StepPlan, result: StepResult, host: float = 0.0) -> None:
         """Learns the interference from a step of one base with a share, to which the host added `host`."""

@@ -261,7 +261,6 @@ class Hello(WireMessage, frozen=True):
     width: int  # of the model's rows
     cache_tokens: int  # most tokens of all running sequences
     max_running: int
-    eos: tuple[int, ...]
     deterministic: bool
     load_seconds: float
     jobs: tuple[str, ...] = ()  # that train right now, or wait for memory
@@ -538,7 +537,6 @@ class EngineStats(WireMessage, frozen=True):
     slo_met: int  # answers that ended within all their bounds
     slo_missed: int
     adapters: int
-    resident_bytes: int
     memory: dict[str, int] = {}  # bytes by account of the ledger
     memory_budget: int = 0
     memory_peak: int = 0  # most bytes in use so far, measured, above those before the model was loaded

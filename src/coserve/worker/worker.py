@@ -17,6 +17,7 @@ from coserve.attention.paged import make_batched
 from coserve.core.plan import (
     BasePlan,
     BaseResult,
+    KernelLaunches,
     Moved,
     OffloadReads,
     Passes,
@@ -197,8 +198,10 @@ class Worker:
             outputs=outputs,
             unfilled=self._unfilled,
             together_failed=isinstance(failure, TogetherFailed),
-            launched=self.fused.is_launched,
-            launched_jobs=frozenset() if self._streams.is_training else self.training.take_launched(),
+            launched=KernelLaunches(
+                self.fused.is_launched,
+                frozenset() if self._streams.is_training else self.training.take_launched(),
+            ),
         )
 
     def _move(self, plan: BasePlan) -> None:

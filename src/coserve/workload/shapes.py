@@ -1,4 +1,4 @@
-"""Model shapes for measurements: weights from a seed, and lower bounds of bytes and operations.
+"""Model shapes for measurements: numbers of weights, and weights from a seed.
 
 Importing this module loads no torch; making configurations and weights does.
 """
@@ -97,30 +97,6 @@ class ModelShape:
         kv = self.hidden * self.groups // self.heads
         square, narrow, wide = 2 * self.hidden, self.hidden + kv, self.hidden + self.intermediate
         return self.layers * rank * (2 * square + 2 * narrow + 3 * wide)
-
-    def decode_bytes(self, sequences: int, context: int) -> int:
-        """Bytes one decode step must read: every linear once, and the keys and values of `context` tokens
-        for each of its sequences."""
-        cached = 2 * self.layers * self.hidden * self.groups // self.heads * context * sequences
-        return self.item_bytes * (self.layer_weights + self.head_weights + cached)
-
-    def prefill_flops(self, prompts: int, length: int) -> int:
-        """Operations of prefill for prompts of `length` tokens; only their last rows pass the head."""
-        linears = prompts * (length * self.layer_weights + self.head_weights)
-        return 2 * linears + 2 * self._pairs(prompts, length)
-
-    def train_flops(self, examples: int, length: int, rank: int, recompute: bool) -> int:
-        """Operations of a training step: forward and the input gradients of every frozen weight, an adapter's
-        forward and both its gradients, and attention (two products forward, five backward). With `recompute`
-        the layers' forward runs twice."""
-        rows = examples * length
-        frozen = 2 * 2 * (self.layer_weights + self.head_weights)
-        again = 2 * self.layer_weights if recompute else 0
-        return rows * (frozen + again + 6 * self.lora_weights(rank)) + 7 * self._pairs(examples, length)
-
-    def _pairs(self, sequences: int, length: int) -> int:
-        """Operations of one product over all causal (row, earlier row) pairs, all layers and heads."""
-        return self.layers * self.hidden * sequences * length * (length + 1)
 
 
 _SHAPES = {

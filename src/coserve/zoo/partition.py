@@ -72,16 +72,6 @@ def distinct(blocks: Mapping[str, Sequence[ChainBlock]]) -> dict[str, ChainBlock
     return {block.id: block for own in blocks.values() for block in own}
 
 
-def equivalent_pairs(blocks: Mapping[str, Sequence[ChainBlock]], comparisons: Sequence[Comparison]) -> int:
-    """Number of pairs of whole blocks, or of a block and a chain of blocks, that are equivalent."""
-    count = 0
-    for comparison in comparisons:
-        ones = [block for block in blocks.get(comparison.one, ()) if comparison.other in block.equivalents]
-        others = [block for block in blocks.get(comparison.other, ()) if comparison.one in block.equivalents]
-        count += min(len(_runs(ones)), len(_runs(others)))
-    return count
-
-
 def _equivalents(
     chains: Mapping[str, Sequence[str]], comparisons: Sequence[Comparison], threshold: float
 ) -> dict[str, set[str]]:
@@ -112,14 +102,3 @@ def _blocks(
             found.append(ChainBlock(start, place, tuple(keys[start:place]), *signs[start]))
             start = place
     return found
-
-
-def _runs(blocks: Sequence[ChainBlock]) -> list[tuple[int, int]]:
-    """Ranges of places that blocks cover without gaps."""
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        if runs and runs[-1][1] == block.start:
-            runs[-1] = runs[-1][0], block.stop
-        else:
-            runs.append((block.start, block.stop))
-    return runs

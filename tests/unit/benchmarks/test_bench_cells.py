@@ -60,7 +60,7 @@ def test_the_load_is_a_share_of_what_a_full_machine_answers() -> None:
     assert asked.seconds * half.column["rate"] == pytest.approx(60)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", traffics(traced=True))
 def test_every_policy_has_a_cell_of_every_traffic(name: str) -> None:
     it = runner(0.3, 6)

@@ -35,6 +35,7 @@ from coserve_benchmarks.adapters import decode, figure, swap, training
 from coserve_benchmarks.adapters.approaches import Batch
 from coserve_benchmarks.adapters.run import run_adapters
 from coserve_benchmarks.adapters.sizes import AdapterSizes, adapter_bytes
+from coserve_benchmarks.floors import decode_bytes, pairs_flops, prefill_flops
 from coserve_benchmarks.machine import measure_machine
 from coserve_benchmarks.memory import activations, eight_bits, limited, quantized
 from coserve_benchmarks.memory.peers import OURS, peer_of
@@ -663,7 +664,7 @@ def test_bytes_that_steps_read_are_those_of_the_tensors(bench: Bench) -> None:
     model = SHAPE.build()
     linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     cached = 5 * 7 * SHAPE.layers * 2 * SHAPE.groups * (SHAPE.hidden // SHAPE.heads)
-    assert SHAPE.decode_bytes(5, 7) == 2 * (sum(m.weight.numel() for m in linears) + cached)
+    assert decode_bytes(SHAPE, 5, 7) == 2 * (sum(m.weight.numel() for m in linears) + cached)
 
 
 def test_operations_of_a_prompt_are_those_that_torch_counts() -> None:
@@ -674,8 +675,10 @@ def test_operations_of_a_prompt_are_those_that_torch_counts() -> None:
     linears = sum(
         count for kind, count in counter.get_flop_counts()["Global"].items() if "attention" not in str(kind)
     )
-    assert SHAPE.prefill_flops(2, 16) - 2 * SHAPE._pairs(2, 16) == linears
-    assert SHAPE._pairs(2, 16) == SHAPE.layers * 2 * sum(2 * SHAPE.hidden * (row + 1) for row in range(16))
+    assert prefill_flops(SHAPE, 2, 16) - 2 * pairs_flops(SHAPE, 2, 16) == linears
+    assert pairs_flops(SHAPE, 2, 16) == SHAPE.layers * 2 * sum(
+        2 * SHAPE.hidden * (row + 1) for row in range(16)
+    )
 
 
 # Requests

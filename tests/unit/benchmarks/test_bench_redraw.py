@@ -27,7 +27,7 @@ def test_committed_pictures_are_small_and_pages_are_not_committed() -> None:
     assert all(file.stat().st_size <= MOST_PICTURE for file in pictures)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "out"),
     [

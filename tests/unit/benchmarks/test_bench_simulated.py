@@ -79,7 +79,7 @@ def test_answers_keep_their_bounds_although_steps_are_mispredicted(load: float, 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("load", [0.1, 0.5, 0.8])
 def test_the_slowdown_is_that_of_a_run_without_training(load: float) -> None:
-    asked = workload(load, 300)
+    asked = workload(load, 120)
     alone, beside = run("hybrid", replace(asked, jobs=())), run("hybrid", asked, slowdown=1.5)
     first = mean(b.first_token / a.first_token for a, b in zip(alone.answers, beside.answers, strict=True))
     between = mean(mean(b.gaps) / mean(a.gaps) for a, b in zip(alone.answers, beside.answers, strict=True))

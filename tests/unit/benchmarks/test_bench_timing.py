@@ -12,11 +12,12 @@ from coserve.engine.engine import Engine
 from coserve.errors import ConfigError
 from coserve.schedule.config import SchedulerConfig
 from coserve.simulate.driven import announced
-from coserve.simulate.intervals import interval, percentile, ratio_of_means, share_interval
+from coserve.simulate.intervals import percentile
 from coserve.simulate.replay import AnswerTimes, LoadResult
 from coserve.workload.shapes import shape_named
 from coserve_benchmarks.adapters.sizes import AdapterSizes
 from coserve_benchmarks.adapters.swap import SwapSizes
+from coserve_benchmarks.intervals import interval, ratio_of_means, share_interval
 from coserve_benchmarks.policies import instead, run
 from coserve_benchmarks.results import BARS, Bar, Results
 from coserve_benchmarks.settings import FULL

@@ -5,7 +5,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-import torch
 
 from coserve import SLO, Engine, EngineConfig, SamplingParams
 from coserve.core.plan import BasePlan, BaseResult
@@ -163,7 +162,7 @@ def test_statistics_count_what_happened() -> None:
     answer.result()
     after = engine.stats()
     assert (after.decode_tokens, after.running) == (5, 0)
-    assert after.resident_bytes > torch.finfo(torch.float32).bits * 1000 and after.cost_error > 0
+    assert after.cost_error > 0
     counted = engine.scheduler.stats
     same = {name for name in after.__struct_fields__ if hasattr(counted, name)}
     assert len(same) == 19 and all(getattr(after, name) == getattr(counted, name) for name in same)

@@ -31,8 +31,10 @@ def run(*names: str, script: str = CASES) -> None:
 
 
 def test_steps_have_their_tensors_on_one_device() -> None:
-    """Answers of adapters of several methods and all kinds of sampling, and jobs of several methods."""
-    run("llama")
+    """Answers of adapters of several methods and all kinds of sampling, and jobs of several methods; then by
+    the policy `spatial`, whose training goes on beside several steps of answers and waits where memory
+    crosses."""
+    run("llama", "spatial")
 
 
 def test_a_missed_wait_between_streams_is_found_and_a_right_one_is_none() -> None:
@@ -43,11 +45,6 @@ def test_moves_between_the_host_and_the_device_are_waited_for() -> None:
     """Blocks of a streamed base, keys and values of long prompts, pages of preempted sequences. How much of a
     base stays in a GPU's memory is found as on a processor."""
     run("moves", script="fake_cuda_moves.py")
-
-
-def test_training_beside_answers_waits_where_memory_crosses() -> None:
-    """The policy `spatial`, whose training goes on beside several steps of answers."""
-    run("spatial")
 
 
 @pytest.mark.slow

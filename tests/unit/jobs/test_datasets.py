@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs.datasets import count, parse, read, read_any, read_labelled, read_preferences, read_prompts
+from coserve.jobs.datasets import (
+    RecordReader,
+    count,
+    parse,
+    read,
+    read_labelled,
+    read_preferences,
+    read_prompts,
+)
 from coserve.jobs.formats import (
     ChatRecord,
     CompletionRecord,
@@ -21,6 +29,8 @@ from coserve.jobs.formats import (
 )
 from coserve.jobs.limits import ReadLimits
 from coserve.jobs.messages import Message
+
+read_any = RecordReader("any")
 
 Write = Callable[..., Path]
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}

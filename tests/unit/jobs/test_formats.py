@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs.datasets import read, read_any
+from coserve.jobs.datasets import RecordReader, read
 from coserve.jobs.formats import ChatRecord, Record
 from coserve.jobs.messages import MOST_NESTED, Message, ToolCall
+
+read_any = RecordReader("any")
 
 SYSTEM, USER, ANSWER = Message("system", "Be brief."), Message("user", "Hi"), Message("assistant", "Hello")
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from coserve.errors import DataError
-from coserve.jobs.datasets import read_any
+from coserve.jobs.datasets import RecordReader
+
+read_any = RecordReader("any")
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}

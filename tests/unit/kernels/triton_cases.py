@@ -1,6 +1,8 @@
 """Run by `test_triton.py`, with Triton's interpreter or on a GPU: each kernel on each layout, in each
-type."""
+type. An argument names the one of `PARTS` to run; without one all run."""
 
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from unittest import mock
 
@@ -40,7 +42,13 @@ LAYOUTS = {
 }
 
 
-def main() -> None:
+def main(*names: str) -> None:
+    for name in names or PARTS:
+        PARTS[name]()
+    print("equal")
+
+
+def _low_rank() -> None:
     draws = torch.Generator().manual_seed(0)
     for name, layout in LAYOUTS.items():
         rows = max((r.stop for r in layout.rows), default=2) + 1
@@ -58,14 +66,20 @@ def main() -> None:
                 what = f"{type(backend).__name__}, {name}, {dtype}"
                 _forward_and_back(what, backend, layout, given, tolerance)
     _keeps_what_is_not_a_number()
+
+
+def _rows() -> None:
     _slots()
     for dtype, tolerance in TYPES.items():
         _elementwise(dtype, tolerance)
         _slot_tiles(dtype, tolerance)
+
+
+def _attention() -> None:
+    for dtype, tolerance in TYPES.items():
         for spec in SPECS:
             _pages(spec, dtype, 5 * tolerance)
             _tiles(spec, dtype, 5 * tolerance)
-    print("equal")
 
 
 def _forward_and_back(
@@ -278,5 +292,7 @@ def _slot_tiles(dtype: torch.dtype, tolerance: float) -> None:
     assert error <= tolerance, f"slots in tiles, {dtype}: off by {error:.2g}"
 
 
+PARTS: Mapping[str, Callable[[], None]] = {"low rank": _low_rank, "rows": _rows, "attention": _attention}
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -20,12 +20,11 @@ from coserve.parallel.bypass_graph import (
     BypassGraph,
     BypassOp,
     OpKind,
-    bottleneck_graph,
-    lora_graph,
 )
 from coserve.parallel.links import LINKS, link_named
 from coserve.parallel.search import ENDS, ENTERING, BypassPlan, Cut, PassLoad, best_plans, right_plans
 from coserve.parallel.states import CHANGES, COLUMNS_CUT, STATES, SUMMANDS, Change, State
+from coserve_benchmarks.ranks.candidates import bottleneck_graph, lora_graph
 
 ROWS = 3
 Parts = list[Tensor]  # of one tensor, by rank

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from coserve.adapters.settings import settings_of
 from coserve.memory.compiled import built_bytes
 from coserve.plan.engine_run import EngineRun, refusals
-from coserve.plan.estimate import Estimate, estimate_peaks
+from coserve.plan.estimate import Estimate, estimates
 from coserve.plan.measure import MeasureOrder
 from coserve.plan.recipes import METHODS
 from coserve.plan.rows import PlanRequest, make_plan
@@ -52,7 +52,8 @@ def program(system: System, method: str | None, **load: Any) -> Program:
 
 
 def of(subject: Subject, system: System, method: str | None = None, **load: Any) -> Estimate:
-    return estimate_peaks(subject, program(system, method, **load))
+    (found,) = estimates(subject, [program(system, method, **load)])
+    return found
 
 
 def test_full_fine_tuning_is_made_of_what_it_holds(subject: Subject, full: Estimate) -> None:
@@ -108,7 +109,7 @@ def test_our_cache_is_the_engines(subject: Subject) -> None:
 def test_activations_of_everything_are_larger(subject: Subject) -> None:
     lean = Program("lora", System.COSERVE, LOAD, True, (METHODS["lora"],), "inputs")
     full = Program("lora", System.COSERVE, LOAD, True, (METHODS["lora"],), "everything")
-    peaks = [estimate_peaks(subject, each).peaks[Stage.FORWARD] for each in (lean, full)]
+    peaks = [found.peaks[Stage.FORWARD] for found in estimates(subject, [lean, full])]
     products = 2 * 96 * WIDTH * (64 + 32 + 32 + 64 + 160 + 160 + 64)  # of both layers' linears
     assert 0.6 * products <= peaks[1] - peaks[0] <= 1.6 * products
 
@@ -120,7 +121,8 @@ def test_the_same_program_runs_with_data(subject: Subject, kind: type[TorchRun] 
     asked = program(system, "lora", length=16)
     run = kind(subject, asked, torch.device("cpu"))
     assert list(run.go()) == list(Stage)
-    found = estimate_peaks(subject, asked).components
+    (whole,) = estimates(subject, [asked])
+    found = whole.components
     assert (run.cache, run.optimizer) == (found.cache, found.optimizer)
 
 

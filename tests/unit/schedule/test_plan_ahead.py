@@ -9,7 +9,7 @@ import pytest
 
 from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepDone, TokenEvent
 from coserve.core.plan import InferenceSegment
-from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.core.request import SLO, FinishReason, Request, SamplingParams, VersionTraits
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.errors import LossNotFinite, OffloadFailed, OutOfPages
 from coserve.memory.pages import PagePool
@@ -68,8 +68,8 @@ class World:
         now = self.executor.now
         adapter = f"a{virtual}@0" if virtual else None
         asked = Request(
-            "r", prompt, sampling, adapter, slo, now, virtual=virtual, scope=draws.choice(("", None)),
-            newcomer=draws.random() < 0.4,
+            "r", prompt, sampling, adapter, slo, now, traits=VersionTraits(virtual),
+            scope=draws.choice(("", None)), newcomer=draws.random() < 0.4,
         )  # fmt: skip
         try:
             sequence = self.it.requests.submit(asked, now)
@@ -112,7 +112,7 @@ class World:
 def whole_answer(sequence: Sequence) -> Iterator[int]:
     """The tokens that the fake model says, one request alone."""
     request = sequence.request
-    tokens = [*virtual_tokens(request.adapter or "", request.virtual), *request.prompt]
+    tokens = [*virtual_tokens(request.adapter or "", request.traits.virtual), *request.prompt]
     for _ in range(request.sampling.max_tokens):
         tokens.append(next_token(tokens, VOCABULARY))
         yield tokens[-1]
@@ -120,7 +120,7 @@ def whole_answer(sequence: Sequence) -> Iterator[int]:
             return
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_everything_comes_out_as_one_plan_at_a_time(policy: str, ahead: int) -> None:

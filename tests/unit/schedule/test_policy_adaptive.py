@@ -536,7 +536,7 @@ def broken(sequence: Sequence) -> list[str]:
     return [name for name, bound in bounds.items() if bound is not None and took[name] > bound + 1e-9]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["end_to_end", "tokens", "deferral", "mixed"])
 @pytest.mark.parametrize("rate", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("slower", [2.0, 3.0])  # what they take here, or so much that there are none

@@ -11,6 +11,7 @@ from coserve.core.plan import (
     BasePlan,
     BaseResult,
     InferenceSegment,
+    KernelLaunches,
     OptimStep,
     Passes,
     StepPlan,
@@ -185,7 +186,8 @@ def test_a_launched_pass_teaches_nothing_about_replays(launched: bool) -> None:
     costs, plan = StepCosts(CostModel(weights)), StepPlan({BASE: BasePlan((infer(99, 1),))})
     costs.first.graphs = True
     for _ in range(200):
-        costs.observe(StepFeatures.of(plan), StepResult({BASE: BaseResult(0.03, launched=launched)}))
+        result = BaseResult(0.03, launched=KernelLaunches(launched))
+        costs.observe(StepFeatures.of(plan), StepResult({BASE: result}))
     predicted = costs.first.predict(plan.only)
     assert predicted == pytest.approx(0.01 if launched else 0.03, rel=0.05)
 

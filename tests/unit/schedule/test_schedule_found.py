@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from coserve.core.events import TokenEvent
 from coserve.core.plan import BasePlan
-from coserve.core.request import Request, SamplingParams
+from coserve.core.request import Request, SamplingParams, VersionTraits
 from coserve.core.sequence import Direction, MicroBatch, Sequence
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
@@ -53,7 +53,7 @@ class World:
         self.run()
         request, wanted = sequence.request, []
         for _ in range(answer):
-            virtual = virtual_tokens(request.adapter or "", request.virtual)
+            virtual = virtual_tokens(request.adapter or "", request.traits.virtual)
             wanted.append(next_token([*virtual, *request.prompt, *wanted], 1000))
         assert sequence.output == wanted
         return sequence
@@ -168,7 +168,7 @@ SEPARATE: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"scope": None}, {}),
     ({}, {"adapter": "a@1"}),
     ({"adapter": "a@1"}, {"adapter": "a@2"}),
-    ({"adapter": "a@1", "virtual": 4}, {"adapter": "b@1", "virtual": 4}),
+    ({"adapter": "a@1", "traits": VersionTraits(4)}, {"adapter": "b@1", "traits": VersionTraits(4)}),
 ]
 
 
@@ -185,7 +185,10 @@ def test_who_has_nothing_in_common(one: dict[str, object], other: dict[str, obje
 
 def test_names_are_of_all_that_keys_and_values_depend_on() -> None:
     one = Request("r", TEXT, scope="ab", adapter="c@1")
-    others = [replace(one, **changed) for changed in ({"scope": "a"}, {"adapter": "d@1"}, {"virtual": 3})]
+    others = [
+        replace(one, **changed)
+        for changed in ({"scope": "a"}, {"adapter": "d@1"}, {"traits": VersionTraits(3)})
+    ]
     others += [replace(one, base="other"), replace(one, scope="abb", base="ase"), replace(one, adapter=None)]
     assert len({root(of) for of in [one, *others]}) == 7
     assert root(replace(one, id="s", prompt=(1,), arrival=9.0)) == root(one)
@@ -197,7 +200,7 @@ def test_names_are_of_all_that_keys_and_values_depend_on() -> None:
 @pytest.mark.parametrize("virtual", [2, 4, 7])
 def test_pages_that_begin_with_virtual_tokens_are_found_too(virtual: int) -> None:
     world = World()
-    of = {"adapter": "a@1", "virtual": virtual}
+    of = {"adapter": "a@1", "traits": VersionTraits(virtual)}
     world.answer(TEXT[:20], **of)
     assert world.answer((*TEXT[:18], 1, 2, 3), **of).cached == (virtual + 18) // 4 * 4 - virtual
     whole = 12 - virtual % 4
@@ -207,7 +210,7 @@ def test_pages_that_begin_with_virtual_tokens_are_found_too(virtual: int) -> Non
 def test_found_pages_outlive_the_virtual_tokens_before_them() -> None:
     """These are filled again, into other pages; what follows them is what it was."""
     world = World(pages=16)
-    of = {"adapter": "a@1", "virtual": 6}
+    of = {"adapter": "a@1", "traits": VersionTraits(6)}
     world.answer(TEXT[:14], **of)
     first = world.pool.find(("virtual", "a@1", 0))
     assert first is not None

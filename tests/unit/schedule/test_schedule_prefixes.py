@@ -3,7 +3,7 @@
 import pytest
 
 from coserve.core.plan import BasePlan, Prefix
-from coserve.core.request import SLO, FinishReason, Request, SamplingParams
+from coserve.core.request import SLO, FinishReason, Request, SamplingParams, VersionTraits
 from coserve.core.sequence import Sequence
 from coserve.errors import OutOfPages, PromptTooLong
 from coserve.memory.pages import PagePool
@@ -25,7 +25,7 @@ def request(
 ) -> Request:
     sampling = SamplingParams(max_tokens=answer)
     tokens = (1,) * prompt
-    return Request("r", tokens, sampling, adapter, arrival=arrival, virtual=virtual, virtual_rows=rows)
+    return Request("r", tokens, sampling, adapter, arrival=arrival, traits=VersionTraits(virtual, rows))
 
 
 def running(it: Prefixes, key: int, of: Request) -> Sequence:
@@ -194,6 +194,6 @@ def test_preempted_sequences_come_back_to_the_same_answer() -> None:
     for of, sequence in zip(asked, found, strict=True):
         output: list[int] = []
         for _ in range(16):
-            before = [*virtual_tokens(of.adapter or "", of.virtual), *of.prompt, *output]
+            before = [*virtual_tokens(of.adapter or "", of.traits.virtual), *of.prompt, *output]
             output.append(next_token(before, 1000))
         assert sequence.output == output

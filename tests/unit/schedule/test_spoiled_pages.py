@@ -5,7 +5,7 @@ import pytest
 
 from coserve.core.events import RequestFailed
 from coserve.core.plan import BasePlan, BaseResult, Sampled, StepPlan, StepResult
-from coserve.core.request import BASE, Request, SamplingParams
+from coserve.core.request import BASE, Request, SamplingParams, VersionTraits
 from coserve.errors import CoserveError, InternalError, OutOfMemory, RequestError
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
@@ -29,7 +29,7 @@ class Desk:
     def submit(self, name: str, adapter: str | None = None) -> int:
         virtual = 6 if adapter else 0  # a page, and half of one, which is copied
         sampling = SamplingParams(max_tokens=9)
-        request = Request(name, (*range(30),), sampling, adapter, virtual=virtual, virtual_rows=virtual)
+        request = Request(name, (*range(30),), sampling, adapter, traits=VersionTraits(virtual, virtual))
         return self.it.requests.submit(request, 0.0).key
 
     def ended(self, plan: StepPlan, **fields: object) -> dict[str, str]:

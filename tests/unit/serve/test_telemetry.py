@@ -21,7 +21,7 @@ ANN, BOB = Tenant("a", "ann"), Tenant("b", "bob")
 STATS = EngineStats(
     steps=0, fused_steps=0, decode_tokens=0, prefill_tokens=0, trained_tokens=0, updates=0, preemptions=0,
     running=0, waiting=0, pages=100, free_pages=25, cost_error=0.0, slo_met=0, slo_missed=0, adapters=3,
-    resident_bytes=0, memory={"base": 7}, memory_budget=9,
+    memory={"base": 7}, memory_budget=9,
 )  # fmt: skip
 
 

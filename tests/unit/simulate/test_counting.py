@@ -19,6 +19,7 @@ from coserve.core.sequence import Direction, Span
 from coserve.schedule.features import Features
 from coserve.simulate.counting import PassKind, PassWork, PlanCounter
 from coserve.workload.shapes import ModelShape, shape_named
+from coserve_benchmarks.floors import decode_bytes, train_flops
 
 SHAPE = ModelShape("s", hidden=8, layers=6, intermediate=12, heads=4, groups=2, vocabulary=10, positions=64)
 RANK = 3
@@ -134,7 +135,7 @@ def test_backward_reads_each_layer_as_often_as_the_scheduler_thinks() -> None:
 
 
 def test_a_training_step_is_the_shapes_own_count() -> None:
-    """`ModelShape.train_flops` counts a step of whole examples in closed form."""
+    """`train_flops` counts a step of whole examples in closed form."""
     shape, rows = shape_named("255m"), 128
     pairs = rows * (rows + 1) // 2
     segments = [
@@ -152,14 +153,14 @@ def test_a_training_step_is_the_shapes_own_count() -> None:
         again = (
             2 * shape.hidden * 2 * pairs * shape.layers + rows * 2 * shape.lora_weights(8) if recompute else 0
         )
-        assert flops == pytest.approx(shape.train_flops(1, rows, 8, recompute) + again, rel=1e-9)
+        assert flops == pytest.approx(train_flops(shape, 1, rows, 8, recompute) + again, rel=1e-9)
 
 
 def test_decode_is_the_shapes_own_count() -> None:
     shape = shape_named("8b")
     plan = BasePlan(inference=tuple(InferenceSegment(n, 99, 1, 99, 1) for n in range(16)))
     works = PlanCounter(shape).count(plan)
-    assert sum(one.weight_bytes + one.cache_bytes for one in works) == shape.decode_bytes(16, 100)
+    assert sum(one.weight_bytes + one.cache_bytes for one in works) == decode_bytes(shape, 16, 100)
 
 
 def test_devices_share_all_but_what_they_exchange() -> None:

@@ -61,7 +61,7 @@ def test_the_smallest_budget_is_said_and_works(folder: Path) -> None:
     assert streaming.plan.read_nbytes >= 3 * block and streaming.seconds > 0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_budget_streams_or_keeps_all_or_is_refused_with_the_smallest(seed: int, tmp_path: Path) -> None:
     """The smallest is as the refusal says it, and is what decides."""

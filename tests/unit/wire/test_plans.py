@@ -5,7 +5,7 @@ import pytest
 
 from coserve import errors
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, Passes, Sampled, TokenLogprobs
-from coserve.core.request import SLO, Request, SamplingParams
+from coserve.core.request import SLO, Request, SamplingParams, VersionTraits
 from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_result
 
 
@@ -19,8 +19,8 @@ from coserve.wire.plans import decode_plan, decode_result, encode_plan, encode_r
 )
 def test_a_plan_comes_back_as_it_was(sampling: SamplingParams) -> None:
     request = Request(
-        "r", (1, 2), sampling, "a@1", SLO(0.5), virtual=4, scope=None, alternatives=("b@2", None),
-        continued=(5,),
+        "r", (1, 2), sampling, "a@1", SLO(0.5), traits=VersionTraits(4), scope=None,
+        alternatives=("b@2", None), continued=(5,),
     )  # fmt: skip
     segment = InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4), request=request, filled=1, template=9)
     plan = BasePlan((segment,), released=(1, 2), share=0.5, passes=Passes(True))

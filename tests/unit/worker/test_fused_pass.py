@@ -33,7 +33,7 @@ def test_a_result_tells_of_rows_that_no_graph_had(
 
     def run(plan: BasePlan) -> BaseResult:
         result = real(plan)
-        launched.extend((segment.length, result.launched) for segment in plan.inference)
+        launched.extend((segment.length, result.launched.answers) for segment in plan.inference)
         return result
 
     monkeypatch.setattr(engine.executor, "_run", run)

@@ -10,7 +10,7 @@ from torch import Tensor
 from coserve.attention.backend import CacheShape
 from coserve.attention.batched import BatchedBackend
 from coserve.core.plan import InferenceSegment, Prefix
-from coserve.core.request import Request, SamplingParams
+from coserve.core.request import Request, SamplingParams, VersionTraits
 from coserve.core.sequence import Sequence
 from coserve.kernels import reference
 from coserve.kernels.aligned import QUERIES
@@ -33,7 +33,7 @@ def random_cache(count: int, draws: torch.Generator) -> Cache:
     return [(draw(c.groups, count, c.key, draws), draw(c.groups, count, c.value, draws)) for c in CACHES]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @dataclass
 class World:
     """A table, its pages, and beside them what every sequence should see."""
@@ -59,7 +59,8 @@ class World:
         self.keys += 1
         prompt = tuple(self.random.randrange(50) for _ in range(self.random.randint(1, 9)))
         sampling = SamplingParams(max_tokens=99, seed=0)
-        sequence = Sequence(self.keys, Request("r", prompt, sampling, adapter, virtual=VIRTUAL[adapter]))
+        traits = VersionTraits(VIRTUAL[adapter])
+        sequence = Sequence(self.keys, Request("r", prompt, sampling, adapter, traits=traits))
         assert self.prefixes.enter(sequence, len(prompt))
         for prefix in self.prefixes.take_unfilled():
             self.put(prefix, self.virtual[adapter])

@@ -10,7 +10,7 @@ from models import ARCHITECTURES, tiny
 ATTENTION = ("attn", "attention", "k_proj", "q_proj", "ln_1", "input_layernorm")
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_tensors_are_where_they_compute(name: str, tmp_path: object) -> None:
     model = tiny(name)

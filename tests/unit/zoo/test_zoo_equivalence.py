@@ -16,7 +16,7 @@ from coserve.zoo.adding import add
 from coserve.zoo.equivalence import comparisons, damaged_measurements, evaluate, measurements
 from coserve.zoo.figures import blocks_of, labels_of, storage
 from coserve.zoo.outputs import component_states, directions
-from coserve.zoo.partition import distinct, equivalent_pairs
+from coserve.zoo.partition import distinct
 from coserve.zoo.picture import draw_chains, draw_similarity
 from coserve.zoo.store import Zoo
 from models import ARCHITECTURES, tiny
@@ -35,7 +35,7 @@ def zoo(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return zoo
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_states_are_those_of_transformers(name: str) -> None:
     model = tiny(name)
@@ -178,11 +178,12 @@ def test_the_example_of_the_paper(zoo: Zoo, sources: Path, tmp_path: Path) -> No
     similar = [group.similarity for group in measured.groups]
     assert min(similar[:3]) > 0.99 and max(similar[3:]) < 0.98, similar
     blocks = blocks_of(copy, applications)
-    assert len(distinct(blocks)) == 4 and equivalent_pairs(blocks, [measured]) == 1
+    assert len(distinct(blocks)) == 4
+    assert blocks["base"][0].equivalents and not blocks["base"][1].equivalents
     add(copy, sources / "lora", "lora", "base")
     applications = copy.applications()
     blocks = blocks_of(copy, applications)
-    assert len(distinct(blocks)) == 9 and equivalent_pairs(blocks, [measured]) == 1
+    assert len(distinct(blocks)) == 9
     labels = labels_of(applications)
     shared = {labels["lora"][p] for b in blocks["lora"] if "base" in b.users for p in range(b.start, b.stop)}
     assert shared == {"E", "F1", "F2", "H"}

@@ -9,7 +9,7 @@ from models import ARCHITECTURES, logits_of, tiny
 TOKENS = torch.tensor([[5, 17, 33, 8, 60, 2, 41], [9, 9, 30, 1, 77, 4, 12]])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_model_cut_between_two_layers_is_the_model(name: str) -> None:
     model = LayeredModel(tiny(name))

@@ -59,7 +59,7 @@ def drawn(draw: random.Random, is_xml: bool) -> Calls:
     return calls
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ALL)
 def test_calls_are_read_as_they_were_written_wherever_they_are_cut(name: str) -> None:
     seed = secrets.randbits(32)

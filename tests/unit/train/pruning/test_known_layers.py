@@ -48,7 +48,7 @@ def fates(explained: Explained) -> Mapping[str, str]:
     }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("config", "more"),
     [
