@@ -164,8 +164,10 @@ class Sequence:
         unsampled ones, and while its pages are read from the second tier."""
         if self.loading:
             return 0
-        is_last = self.unsampled and len(self.output) + self.unsampled >= self.request.sampling.max_tokens
-        return 0 if is_last else self.length - self.computed
+        answered = len(self.output) + self.unsampled  # not `length`: asked several times for each row of a step
+        if self.unsampled and answered >= self.request.sampling.max_tokens:
+            return 0
+        return len(self.request.prompt) + answered - self.computed
 
     @property
     def longest(self) -> int:

@@ -221,13 +221,35 @@ class FusedRows(GroupRows):
     def decode_pages(self, layers: Sequence[int], width: int) -> LayerPages | None:
         """The layers' pages where all rows attend as decode rows do, with queries of `width` numbers, and the
         backend has them as `LayerPages`."""
-        if len(self._parts) != 1:
+        if not self.in_pages:
             return None
         part = self._parts[0][1]
-        if not isinstance(part, InferenceRows) or not isinstance(part.backend, BatchedBackend):
-            return None
+        assert isinstance(part, InferenceRows) and isinstance(part.backend, BatchedBackend)
         there = [layer + part.shift for layer in layers]
         return part.backend.decode_pages(there, part.metadata, width)
+
+    def attend_rotated(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: tuple[Tensor, Tensor],
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """As `attend`, of rows that are all `in_pages`, whose queries and keys are yet to be rotated by
+        `tables`."""
+        part = self._parts[0][1]
+        assert isinstance(part, InferenceRows) and isinstance(part.backend, BatchedBackend)
+        return part.backend.attend_rotated(layer + part.shift, q, k, v, tables, part.metadata, spec)
+
+    @property
+    def in_pages(self) -> bool:
+        """Tells whether all rows are answers', with pages of a `BatchedBackend`."""
+        if len(self._parts) != 1:
+            return False
+        part = self._parts[0][1]
+        return isinstance(part, InferenceRows) and isinstance(part.backend, BatchedBackend)
 
     @property
     def count(self) -> int:

@@ -62,7 +62,7 @@ class BackgroundTurns:
         every = [*running, *waiting]
         rest = {one.key for one in every if one.request.background}
         self.turn = None
-        if len(rest) == len(every):
+        if not rest or len(rest) == len(every):
             self._since = None
             return frozenset()
         features = StepFeatures()

@@ -137,7 +137,7 @@ class OpenRequests:
 
     def charge(self, training: float, now: float) -> None:
         """Charges `training` seconds of a step that ended at `now` to the requests that waited for it."""
-        for sequence in self.queues:
+        for sequence in self.queues if training else ():
             sequence.deferred += training
         self._last_training = (now, training)
 

@@ -17,14 +17,11 @@ from coserve.model.base import Base
 from coserve.model.sample import NO_TOKEN, sample, sample_plain, token_logprobs
 from coserve.wire.scores import little
 from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
+from coserve.worker.launched import NO_TOKEN_LEFT, TokensUnderWay
 from coserve.worker.sequence_table import DeviceRows, SequenceTable
 
 _NO_SAMPLE = Sampled(None)
 _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
-_NO_TOKEN_LEFT = (
-    "no token can come next: the grammar, logit_bias and min_tokens together leave none, or the model's or "
-    "the adapter's weights give numbers that are not finite"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +130,23 @@ class Sampler:
 
     def sampled_rows(self, segments: Sequence[InferenceSegment], tokens: Tensor) -> dict[int, Sampled]:
         """The results of `sample_rows` by key, once the device has them: the host's only wait in a step."""
-        drawn: list[int] = tokens.tolist()
+        sampled, failed = self._under_way(segments, tokens).note()
+        self._failed = failed | self._failed
+        return sampled
+
+    def launched_rows(self, segments: Sequence[InferenceSegment], tokens: Tensor) -> TokensUnderWay:
+        """The same without waiting: the tokens are on their way to the host."""
+        return self._under_way(segments, tokens.to("cpu", non_blocking=True))
+
+    def _under_way(self, segments: Sequence[InferenceSegment], tokens: Tensor) -> TokensUnderWay:
         keys = [segment.key for segment in segments]
-        self.table.append(keys, drawn[: len(keys)])
-        self._note_failed(keys, drawn[: len(keys)])
-        return {key: Sampled(token) for key, token in zip(keys, drawn, strict=False)}
+        return TokensUnderWay(keys, self.table.expect(keys), tokens)
 
     def _note_failed(self, keys: Sequence[int], tokens: Sequence[int]) -> None:
         """Notes which sequences have no token."""
         if NO_TOKEN in tokens:
             failed = [key for key, token in zip(keys, tokens, strict=True) if token == NO_TOKEN]
-            self._failed = dict.fromkeys(failed, RequestError(_NO_TOKEN_LEFT)) | self._failed
+            self._failed = dict.fromkeys(failed, RequestError(NO_TOKEN_LEFT)) | self._failed
 
     def _score_prompts(self, batch: PassedRows, ends: Sequence[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Log-probabilities of the prompt tokens that follow rows of this pass, where requested."""

@@ -230,6 +230,15 @@ class SequenceTable:
         for key, token in zip(keys, tokens, strict=True):
             self._answers[key].output.append(max(token, 0))
 
+    def expect(self, keys: Sequence[int]) -> list[tuple[list[int], int]]:
+        """Appends a token that only the device will know to each sequence; returns their outputs, and its
+        places there."""
+        outputs = [self._answers[key].output for key in keys]
+        places = [(output, len(output)) for output in outputs]
+        for output in outputs:
+            output.append(0)
+        return places
+
     def lengths(self, keys: Sequence[int]) -> list[int]:
         """Number of tokens known of each sequence, which is also the position of the next sampled one."""
         return [self._answers[key].length for key in keys]

@@ -19,6 +19,11 @@ class DeviceTimer:
         """Ends it, on the stream that it was made on."""
         self._ended = self._mark()
 
+    def wait(self) -> None:
+        """Waits until the device has come to its end."""
+        if self._device.type == "cuda":
+            self._ended.synchronize()
+
     @property
     def seconds(self) -> float:
         """The seconds; of a GPU's work the host has waited for them before."""

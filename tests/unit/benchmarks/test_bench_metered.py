@@ -28,5 +28,5 @@ def test_it_has_a_bar_for_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bound_that_no_step_can_keep_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attainment counts the answers' own times."""
     ticking(monkeypatch, TICK)
-    load = metered.serve("hybrid", 0, 1.0, SLO(first_token=2.0, between_tokens=0.004), 0.5)
+    load = metered.serve("hybrid", 0, 1.0, SLO(first_token=2.0, between_tokens=0.004), 0.5).load
     assert load.answers and load.attainment(SLO(between_tokens=0.004)) == 0.0

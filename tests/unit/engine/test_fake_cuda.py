@@ -51,6 +51,12 @@ def test_training_beside_answers_waits_where_memory_crosses() -> None:
 
 
 @pytest.mark.slow
+def test_a_layer_takes_few_kernels() -> None:
+    """A decode step of 32 rows at an 8B shape, by modules and by fused layers, with adapters and without."""
+    run(script="fake_cuda_kernels.py")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
