@@ -18,12 +18,13 @@ from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
 from coserve.adapters import slot_pools
 from coserve.core.plan import BasePlan
 from coserve.core.row_buckets import GRAPHS
-from coserve.executors.local import LocalExecutor
+from coserve.executors.local import BackgroundExecutor, LocalExecutor
 from coserve.schedule.cost import CostModel
 from coserve.train.fresh import fresh_adapter
-from coserve.worker import cuda_graphs
+from coserve.worker import cuda_graphs, opening
 from coserve.worker.cuda_graphs import PassGraphs, Record, rerun
 from coserve.worker.fused_pass import FusedPass
+from coserve.worker.launched import TokensUnderWay
 from coserve_benchmarks.plans import watch_plans
 from models import Exact, tiny
 
@@ -40,6 +41,7 @@ def answered(
     samplings: Sequence[SamplingParams],
     draws: random.Random,
     patch: pytest.MonkeyPatch,
+    **config: Any,
 ) -> Found:
     """Log-probabilities of prompts of these lengths and of their answers, of the base and of adapters in
     turn; the tokens; bytes in pages; and replays, by graphs' rows, pages and draws. Prompts pass in chunks of
@@ -63,7 +65,7 @@ def answered(
     patch.setattr(slot_pools, "_FIRST_SLOTS", 1)
     scheduler = {"max_prefill_rows": rows, "bounded_prefill_rows": rows, "min_prefill_rows": rows}
     with Exact():
-        settings = {"calibrate": False, "cache_tokens": PAGES * PAGE, "page_size": PAGE}
+        settings = {"calibrate": False, "cache_tokens": PAGES * PAGE, "page_size": PAGE, **config}
         model = tiny("llama", torch.float64, vocab_size=VOCABULARY, max_position_embeddings=2048)
         engine = Engine(model, EngineConfig(scheduler=scheduler, **settings))
         torch.manual_seed(7)
@@ -152,6 +154,47 @@ def test_tokens_sampled_in_a_graph_are_the_same(kind: str, monkeypatch: pytest.M
     assert ways >= {"likeliest": {False}, "drawn": {True}, "some narrowed": {None, True}}[kind], replays
     if kind == "likeliest":
         assert ways == {False}
+
+
+@pytest.mark.local
+def test_steps_launched_before_the_tokens_of_those_before_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but that each step has computed when it is launched. Answers end one by one, some by a
+    token that the host learns of a step late; a broken adapter's has none."""
+    draws = random.Random(9)
+    lengths = [draws.randint(2, 40) for _ in range(11)]
+    plain = [SamplingParams(max_tokens=5 + 3 * n, ignore_eos=True) for n in range(3)]
+    drawn = [replace(one, temperature=0.5 + one.max_tokens / 3, seed=one.max_tokens) for one in plain]
+    stopped = [replace(one, stop_token_ids=tuple(range(0, VOCABULARY, 4))) for one in drawn]
+    order, found = list[str](), []
+    for config in ({}, {"async_scheduling": True}):
+        with monkeypatch.context() as patch:
+            if config:
+                patch.setattr(opening, "LocalExecutor", BackgroundExecutor)
+                note_order(patch, order)
+            samplings = [*plain, *drawn, *stopped]
+            found.append(answered(rerun, lengths, 64, samplings, random.Random(5), patch, **config)[1::2])
+    (tokens, replays), (got, also) = found
+    assert got == tokens and [] in tokens and len({*map(len, tokens)}) > 4
+    assert {draws for *_, draws in also} >= {True} and replays.keys() & also.keys()
+    ahead = sum(order[at : at + 2] == ["launched", "launched"] for at in range(len(order)))
+    assert ahead >= 5, order
+
+
+def note_order(patch: pytest.MonkeyPatch, order: list[str]) -> None:
+    """Notes which plan is launched ahead, and when the tokens of such a plan are first asked for."""
+    launch, note = FusedPass.launch, TokensUnderWay.note
+
+    def launching(self: FusedPass, plan: BasePlan) -> TokensUnderWay | None:
+        launched = launch(self, plan)
+        order.extend(["launched"] * (launched is not None))
+        return launched
+
+    def noting(self: TokensUnderWay) -> Any:
+        order.append("noted")
+        return note(self)
+
+    patch.setattr(FusedPass, "launch", launching)
+    patch.setattr(TokensUnderWay, "note", noting)
 
 
 def draw_edge(draws: random.Random, rows: int) -> int:

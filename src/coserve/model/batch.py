@@ -138,6 +138,17 @@ class FusedRows(GroupRows):
             keeper.keep_sum(path, y2[rows])
         return placement.complete(y)
 
+    def siblings(self, paths: Sequence[str], placements: Sequence[Placement], x: Tensor) -> list[Tensor] | None:
+        """As `linear` for linears that have the same input x, whose low-rank bypasses are added together;
+        None where each linear has to be asked alone."""
+        if self._lora is None or self._keepers or self._adapters:
+            return None
+        if any(placement.group is not None for placement in placements):
+            return None
+        products = [placement.forward(x) for placement in placements]
+        self._lora.add_siblings_(paths, x, [y.flatten(0, -2) for y in products])
+        return [own.complete(y) for own, y in zip(placements, products, strict=True)]
+
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         found = self._applied(path)
         if found:

@@ -1,8 +1,8 @@
 """Decoder layers in fewer launches than their modules make: for rows of answers on a GPU.
 
-A residual is added in the kernel of the norm behind it, and rotary embedding writes keys and values into
-their pages. As in `native_layer.py` a layer is recognised by experiment, bit for bit; its linears and its
-feed-forward part are called as the model has them, with the rows' adapters around them.
+A residual is added in the kernel of the norm behind it, rotary embedding writes keys and values into their
+pages, and adapters in slots are added to neighbouring linears together. As in `native_layer.py` a layer is
+recognised by experiment, bit for bit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,11 @@ from coserve.model.batch import BatchCell, FusedRows
 from coserve.model.block import Block, Call, Resident
 from coserve.model.layer_experiment import LayerExperiment
 from coserve.model.layer_parts import NORMS, LayerParts
+from coserve.model.linear import FrozenLinear
 
 _ROTARY: Final = "position_embeddings"  # the argument with both tables
-_SKIPPED: Final = (*NORMS, "self_attn")  # modules that are not called, so nothing may be added to what they give
+# Modules that are not called, so that nothing may be added to what they give.
+_SKIPPED: Final = (*NORMS, "self_attn", "mlp")
 
 
 class FusedLayer:
@@ -40,8 +42,7 @@ class FusedLayer:
     ) -> None:
         self.index, self.cell, self.spec = index, cell, spec
         self.norms, self.skipped = norms, tuple(f"{block.path}.{name}" for name in _SKIPPED)
-        self._linears, self.width = parts.linears[:4], width
-        self._feed_forward = block.module.get_submodule("mlp")
+        self._linears, self.width = parts.linears, width
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor | None:
         """The block's output for hidden [1, rows, width]; None for rows that are not answers' alone."""
@@ -50,16 +51,24 @@ class FusedLayer:
     def attend(self, normed: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """What the layer's attention adds to the residual, of its norm's output."""
         assert isinstance(self.cell.rows, FusedRows)
-        query, key, value, out = self._linears
-        q, k, v = (linear(normed).unflatten(-1, (-1, self.width)) for linear in (query, key, value))
-        heads = (x.transpose(1, 2) for x in (q, k, v))
-        attended: Tensor = out(self.cell.rows.attend_rotated(self.index, *heads, tables, self.spec).flatten(2))
-        return attended
+        products = self._siblings(self._linears[:3], normed)
+        q, k, v = (x.unflatten(-1, (-1, self.width)).transpose(1, 2) for x in products)
+        attended = self.cell.rows.attend_rotated(self.index, q, k, v, tables, self.spec)
+        added: Tensor = self._linears[3](attended.flatten(2))
+        return added
 
     def feed_forward(self, normed: Tensor) -> Tensor:
         """What the rest of the layer adds to it."""
-        added: Tensor = self._feed_forward(normed)
+        gate, up = self._siblings(self._linears[4:6], normed)
+        added: Tensor = self._linears[6](elementwise.silu_mul(gate, up))
         return added
+
+    def _siblings(self, linears: Sequence[FrozenLinear], x: Tensor) -> list[Tensor]:
+        """The outputs of linears that have the same input."""
+        assert isinstance(self.cell.rows, FusedRows)
+        paths, placements = [linear.path for linear in linears], [linear.placement for linear in linears]
+        found = self.cell.rows.siblings(paths, placements, x)
+        return [linear(x) for linear in linears] if found is None else found
 
 
 def through(layers: Sequence[FusedLayer], hidden: Tensor, call: Call) -> Tensor | None:

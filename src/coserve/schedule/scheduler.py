@@ -432,7 +432,7 @@ class Scheduler:
             return
         is_beside, predicted = plan.first.share is not None, plan.first.predicted
         if not is_beside and plan.training != result.trained:  # some was paused before it ran
-            plan = plan.as_run(result)
+            plan, counted = plan.as_run(result), None
             predicted = self.cost.predict(plan)
         overlap = self.config.overlap
         host = overlap.own_host(max(seconds - result.seconds, 0.0), self.cost.host)

@@ -17,7 +17,7 @@ SHARED: Final = 227 << 10  # bytes that a block may have there
 PARTS: Final = frozenset({"sums", "tops", "totals"})  # the answer itself, where there is one
 ELEMENTS: Final = frozenset({"weight", "grad", "cos", "sin", "gate", "up", "of_gate", "of_up"})
 NUMBERS: Final = frozenset(
-    {"x", "a", "h", "b", "y", "values", "q", "k", "v", "keys", "out", "sinks", "total", "normed"} | PARTS | ELEMENTS
+    {"x", "a", "h", "b", "y", "values", "q", "k", "v", "c", "d", "z", "u", "keys", "out", "sinks", "total", "normed"} | PARTS | ELEMENTS
 )
 FLOATS: Final = frozenset({"scale", "softcap", "eps"})
 LONGS: Final = frozenset({"pages", "lengths", "slots"})
@@ -34,6 +34,11 @@ COUNTS: Final = frozenset(
         "heads",
         "half",
         "count",
+        "second_width",
+        "third_width",
+        "all_ranks",
+        "z_stride",
+        "u_stride",
         "q_row",
         "k_row",
         "k_head",
@@ -49,7 +54,7 @@ def cases() -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Kernels with their constants: decode rows without matrix units, and tiles of rows with them."""
     for rows in (1, 16):
         block = {"ROWS": rows, "RANKS": 16, "WIDTH": 64, "DOT": rows == 16}
-        for kernel in (segmented._shrink, segmented._expand, segmented._outer):
+        for kernel in (segmented._shrink, segmented._expand, segmented._expand_siblings, segmented._outer):
             yield kernel, block
         for kernel in (blocksparse._dds, blocksparse._sdd, blocksparse._transposed):
             yield kernel, block

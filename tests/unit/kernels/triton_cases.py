@@ -131,15 +131,19 @@ def _slots() -> None:
     by_rows = PlainSlots(own)
     x = torch.randn(8, INSIDE, generator=draws)
     h = backend.shrink(x.to(DEVICE), ours.weights(0))
-    wanted_h = plain.shrink(x.double(), twin.weights(0))
+    wanted_h, alone = plain.shrink(x.double(), twin.weights(0)), list[tuple[Tensor, Tensor]]()
     for linear, width in enumerate(sizes[3]):
         y = torch.randn(8, width, generator=draws)
         got, wanted, other = y.to(DEVICE), y.double(), y.double()
+        alone.append((y.clone().to(DEVICE), got))
         backend.expand_(h, ours.weights(linear), got)
         plain.expand_(wanted_h, twin.weights(linear), wanted)
         by_rows.expand_(by_rows.shrink(x.double(), twin.weights(0)), twin.weights(linear), other)
         assert torch.allclose(other, wanted), f"{linear}"
         assert torch.allclose(got.double().cpu(), wanted, rtol=1e-5, atol=1e-4), f"{linear}"
+    both = [ours.weights(linear) for linear in range(2)]
+    backend.expand_siblings_(h, both, [y for y, _ in alone])
+    assert all(torch.equal(y, got) for y, got in alone), "siblings in one launch"
     assert 2 * ours.slot_nbytes == twin.slot_nbytes
 
 
