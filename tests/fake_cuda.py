@@ -340,7 +340,7 @@ class Waits(TorchDispatchMode):
         on_device = _tensors_on_device(tree_leaves(out))
         for made in on_device:
             GPU.make(made, name)
-        if is_use and (writes or on_device) and not name.startswith(_BLANK):
+        if is_use and (writes or on_device) and not name.startswith((*_BLANK, "aten::_unsafe_view")):
             GPU.kernels.append(name)
         source = args[_COPIES[name]] if name in _COPIES else None
         if source is not None and _blocks(source, out, args[2:], kwargs or {}):

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final
 
-from coserve.core.request import SLO
+from coserve.core.request import SLO, Request
+from coserve.core.sequence import Sequence
+from coserve.schedule.segments import inference_plan
 from coserve.schedule.step_costs import RARE_DELAY
 from coserve.simulate.intervals import percentile
 from coserve.simulate.jitter import Jitter
@@ -73,12 +75,18 @@ def run(bench: Bench, policy: str = POLICY) -> None:
         name = f"metered.{case.name}"
         results.row(f"{name}.attainment", min(kept), (min(kept), max(kept)), _note(case), _SPREAD)
         results.row(f"{name}.training", median(shares), (min(shares), max(shares)), spread_is=_SPREAD)
+        results.figure(f"{name}.most", most_training(case), "of training alone, by arithmetic")
         gaps = [gap for load in loads for gap in load.gaps]
         for share in (0.5, 0.99):
             figure = f"{name}.between_p{100 * share:.0f}"
             results.figure(figure, 1e3 * percentile(gaps, share), "ms")
         own = [run.own.attainment(slo) for run in runs]
-        results.figure(f"{name}.attainment_of_host", min(own), "share without the delays of the system", (min(own), max(own)))
+        results.figure(
+            f"{name}.attainment_of_host",
+            min(own),
+            "share without the delays of the system",
+            (min(own), max(own)),
+        )
         results.figure(f"{name}.system_late", 1e3 * max(run.held_up for run in runs), "ms in one step")
         results.figure(f"{name}.host_late", 1e3 * max(run.late for run in runs), "ms in one step")
         output = median(load.output_rate(_WARM_UP) for load in loads)
@@ -89,6 +97,18 @@ def run(bench: Bench, policy: str = POLICY) -> None:
     results.figure(
         "metered.host.one_at_a_time", median(waits[0]), "ms a step", (min(waits[0]), max(waits[0]))
     )
+
+
+def most_training(case: Case) -> float:
+    """The share of the device that answers leave to training where each step takes as long as the bound
+    allows: one row for each answer under way a step, and each prompt in the pass of such rows."""
+    rate = case.load * CAPACITY / _SIZES.answer
+    rows = max(round(rate * _SIZES.answer * case.bound), 1)
+    asked, times = Request("answer", (0,) * (_SIZES.prompt + _SIZES.answer // 2)), GpuTimes()
+    decodes = [(Sequence(1 + row, asked), len(asked.prompt) - 1, 1) for row in range(rows)]
+    prompt = Sequence(0, Request("prompt", (0,) * _SIZES.prompt)), 0, _SIZES.prompt
+    step, mixed = (times.predict(inference_plan(plan)) for plan in (decodes, [*decodes, prompt]))
+    return 1.0 - step / case.bound - rate * (mixed - step)
 
 
 def _note(case: Case) -> str:

@@ -40,8 +40,8 @@ class MeteredExecutor(SimulatedExecutor):
     """Runs plans in real time. `now` is when the device is free, on the clock `time.perf_counter`.
 
     `seconds` gives a plan's duration, of which a step takes the next `factor`. `idle` are the seconds in
-    which the device waited for a plan, `steps` those that were collected. A pause, also one that was announced for the time `pause_at`, stops
-    training behind the slice that the device is at.
+    which the device waited for a plan, `steps` those that were collected. A pause, also one that was
+    announced for the time `pause_at`, stops training behind the slice that the device is at.
     """
 
     def __init__(

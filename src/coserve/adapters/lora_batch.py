@@ -60,7 +60,6 @@ class SlotRows:
             self._latest = x, weights.down, self._backend.shrink(x.flatten(0, -2), weights)
         self._backend.expand_(self._latest[2], weights, y)
 
-
     def add_siblings_(self, paths: Sequence[str], x: Tensor, ys: Sequence[Tensor]) -> None:
         """As `add_` for linears with the same input; by a backend of rows in one launch for all that share
         their first product."""

@@ -164,7 +164,9 @@ class Sequence:
         unsampled ones, and while its pages are read from the second tier."""
         if self.loading:
             return 0
-        answered = len(self.output) + self.unsampled  # not `length`: asked several times for each row of a step
+        answered = (
+            len(self.output) + self.unsampled
+        )  # not `length`: asked several times for each row of a step
         if self.unsampled and answered >= self.request.sampling.max_tokens:
             return 0
         return len(self.request.prompt) + answered - self.computed
@@ -185,7 +187,8 @@ class Sequence:
 
     def decodes(self, start: int) -> bool:
         """Tells whether a row of the token at `start` is a decode row: of the newest token of an answer."""
-        return start == self.length - 1 >= len(self.request.prompt)
+        prompt = len(self.request.prompt)
+        return start == prompt + len(self.output) + self.unsampled - 1 >= prompt
 
     def tokens(self, start: int, length: int) -> list[int]:
         """Token ids at positions [start, start + length)."""

@@ -138,7 +138,9 @@ class FusedRows(GroupRows):
             keeper.keep_sum(path, y2[rows])
         return placement.complete(y)
 
-    def siblings(self, paths: Sequence[str], placements: Sequence[Placement], x: Tensor) -> list[Tensor] | None:
+    def siblings(
+        self, paths: Sequence[str], placements: Sequence[Placement], x: Tensor
+    ) -> list[Tensor] | None:
         """As `linear` for linears that have the same input x, whose low-rank bypasses are added together;
         None where each linear has to be asked alone."""
         if self._lora is None or self._keepers or self._adapters:

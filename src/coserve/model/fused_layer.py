@@ -52,7 +52,7 @@ class FusedLayer:
         """What the layer's attention adds to the residual, of its norm's output."""
         assert isinstance(self.cell.rows, FusedRows)
         products = self._siblings(self._linears[:3], normed)
-        q, k, v = (x.unflatten(-1, (-1, self.width)).transpose(1, 2) for x in products)
+        q, k, v = (x.reshape(*x.shape[:2], -1, self.width).transpose(1, 2) for x in products)
         attended = self.cell.rows.attend_rotated(self.index, q, k, v, tables, self.spec)
         added: Tensor = self._linears[3](attended.flatten(2))
         return added

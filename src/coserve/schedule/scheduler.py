@@ -396,9 +396,7 @@ class Scheduler:
             return True
         return builder.predict(self.cost) > _FREE * self.cost.predict_features(builder.answers)
 
-    def _launch(
-        self, plan: StepPlan, now: float, begins: float, counted: StepFeatures | None
-    ) -> None:
+    def _launch(self, plan: StepPlan, now: float, begins: float, counted: StepFeatures | None) -> None:
         """Records a plan as under way, and its work as done. See `Launched` for its features."""
         taken = plan.first.predicted
         ends = begins + taken + plan.first.idle

@@ -283,8 +283,8 @@ class FusedPass:
         decodes: list[InferenceSegment] = []
         chunks: list[InferenceSegment] = []
         offloaded: list[InferenceSegment] = []
-        for segment in segments:
-            group = offloaded if segment.offloaded else decodes if self._decodes(segment) else chunks
+        for segment, is_decode in zip(segments, self.table.decoding(segments), strict=True):
+            group = offloaded if segment.offloaded else decodes if is_decode else chunks
             group.append(segment)
         ordered = [segment for group in (decodes, chunks, offloaded) for segment in self._by_kind(group)]
         return ordered, len(decodes)
@@ -341,7 +341,7 @@ class FusedPass:
         return self.base.prologue(tokens, positions, outside_layers(self.base.early_sites, adapters))
 
     def _by_kind(self, segments: list[InferenceSegment]) -> list[InferenceSegment]:
-        if all(segment.adapter is None for segment in segments):
+        if not any([segment.adapter for segment in segments]):
             return segments
         return sorted(segments, key=lambda segment: self._kind(segment.adapter))
 
@@ -354,4 +354,4 @@ class FusedPass:
         )
 
     def _decodes(self, segment: InferenceSegment) -> bool:
-        return not segment.offloaded and self.table[segment.key].decodes(segment.start)
+        return self.table.decoding([segment])[0]

@@ -67,9 +67,9 @@ class Sampler:
         """Samples and scores the rows of a pass. Changes nothing: the pass may be repeated."""
         ends = list(accumulate(batch.counts))
         scored, pooled = self._score_prompts(batch, ends), self._pool_prompts(batch, ends)
-        answers = [self.table[segment.key] for segment in batch.segments]
-        pairs = enumerate(zip(batch.segments, answers, strict=True))
-        done = [i for i, (segment, answer) in pairs if segment.start + segment.length == answer.length]
+        known = self.table.lengths([segment.key for segment in batch.segments])
+        pairs = enumerate(zip(batch.segments, known, strict=True))
+        done = [i for i, (segment, length) in pairs if segment.start + segment.length == length]
         segments = [batch.segments[i] for i in done]
         keys = [segment.key for segment in segments]
         rows = self.table.rows(segments)
@@ -79,7 +79,7 @@ class Sampler:
         logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
         positions = torch.tensor([s.start + s.length for s in segments], device=rows.device)
         tokens = self._choose(logits, rows, positions)
-        wanted = [answers[i].request.sampling.logprobs for i in done]
+        wanted = [self.table[key].request.sampling.logprobs for key in keys]
         logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
         return Drawn(batch.segments, scored, keys, rows, tokens, logprobs, batch.states, pooled)
 

@@ -77,6 +77,11 @@ class SequenceTable:
     def __getitem__(self, key: int) -> Answer:
         return self._answers[key]
 
+    def decoding(self, segments: Sequence[InferenceSegment]) -> list[bool]:
+        """Tells of each segment whether it is a decode row, of pages on the device."""
+        answers = self._answers
+        return [answers[one.key].decodes(one.start) and not one.offloaded for one in segments]
+
     def extend(self, segments: Iterable[InferenceSegment]) -> dict[int, CoserveError]:
         """Adds rows for the sequences that a plan names first, and appends its new pages to their block
         tables: once, however often the plan's rows are run again for lack of memory. Returns, by key, the

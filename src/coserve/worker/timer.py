@@ -13,7 +13,8 @@ class DeviceTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begun, self._ended = self._mark(), None
+        self._begun: Any = self._mark()
+        self._ended: Any = None
 
     def stop(self) -> None:
         """Ends it, on the stream that it was made on."""

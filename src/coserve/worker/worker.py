@@ -148,11 +148,14 @@ class Worker:
             self._streams.settle()
             self._failed.discard(command.job)
         with self._streams.step():
-            if isinstance(command, SetLimits) and command.graph_store_nbytes is not None:
-                if self.training.graphs is not None:
-                    self.training.graphs.set_limit(command.graph_store_nbytes)
+            if isinstance(command, SetLimits):
+                self._limit_graphs(command.graph_store_nbytes)
             reply = self.held.do(command)
         return self._with_graphs(reply) if isinstance(reply, DeviceMemory) else reply
+
+    def _limit_graphs(self, nbytes: int | None) -> None:
+        if self.training.graphs is not None and nbytes is not None:
+            self.training.graphs.set_limit(nbytes)
 
     def _with_graphs(self, held: DeviceMemory) -> Any:
         """The bytes with those of graphs."""
@@ -269,7 +272,7 @@ class Worker:
         if plan.share is not None or not (plan.inference or plan.training):  # streams have their own numbers
             return nullcontext()
         reader = self.base.reader
-        rows = (sum(segment.length for segment in plan.inference), sum(s.length for s in plan.training))
+        rows = sum([one.length for one in plan.inference]), sum([one.length for one in plan.training])
         is_reading = reader is not None and not reader.dry and not plan.training
         return self._threads.step((is_reading, *map(int.bit_length, rows)), is_reading)
 

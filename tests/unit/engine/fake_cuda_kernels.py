@@ -58,7 +58,9 @@ def counted(depth: int, adapters: int) -> Counter[str]:
         scheduler = {"max_prefill_rows": 512}
         engine = Engine(
             model,
-            EngineConfig(device=DEVICE, calibrate=False, cache_tokens=4096, max_running=ROWS, scheduler=scheduler),
+            EngineConfig(
+                device=DEVICE, calibrate=False, cache_tokens=4096, max_running=ROWS, scheduler=scheduler
+            ),
         )
         for number in range(adapters):
             engine.adapters.add(fresh_adapter(engine.base, f"a{number}", LoRAConfig(rank=16), 0))

@@ -17,7 +17,28 @@ SHARED: Final = 227 << 10  # bytes that a block may have there
 PARTS: Final = frozenset({"sums", "tops", "totals"})  # the answer itself, where there is one
 ELEMENTS: Final = frozenset({"weight", "grad", "cos", "sin", "gate", "up", "of_gate", "of_up"})
 NUMBERS: Final = frozenset(
-    {"x", "a", "h", "b", "y", "values", "q", "k", "v", "c", "d", "z", "u", "keys", "out", "sinks", "total", "normed"} | PARTS | ELEMENTS
+    {
+        "x",
+        "a",
+        "h",
+        "b",
+        "y",
+        "values",
+        "q",
+        "k",
+        "v",
+        "c",
+        "d",
+        "z",
+        "u",
+        "keys",
+        "out",
+        "sinks",
+        "total",
+        "normed",
+    }
+    | PARTS
+    | ELEMENTS
 )
 FLOATS: Final = frozenset({"scale", "softcap", "eps"})
 LONGS: Final = frozenset({"pages", "lengths", "slots"})

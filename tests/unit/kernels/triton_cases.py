@@ -165,7 +165,9 @@ def _elementwise(dtype: torch.dtype, tolerance: float) -> None:
             _near(elementwise.rms_norm_back(grad, x, weight, eps, centred), of_x, 4 * tolerance, "norm, back")
             total, normed = elementwise.add_rms_norm(x, grad, weight, eps, centred)
             assert torch.equal(total, x + grad), f"sum, {dtype}"
-            assert torch.equal(normed, elementwise.rms_norm(total, weight, eps, centred)), f"its norm, {dtype}"
+            assert torch.equal(normed, elementwise.rms_norm(total, weight, eps, centred)), (
+                f"its norm, {dtype}"
+            )
     for heads, rows, half in ((1, 1, 1), (11, 4, 12), (8, 3, 64)):
         x, grad = (
             drawn(1, rows, heads + 2, 2 * half)[:, :, :heads].transpose(1, 2),

@@ -17,7 +17,12 @@ pytestmark = [
     pytest.mark.local,
     pytest.mark.skipif(kernels(torch.float32) is None, reason="there is no compiler for kernels"),
 ]
-METHODS = {"lora": LoRAConfig(rank=3), "ia3": IA3Config(), "norms": LNTuningConfig()}
+METHODS = {
+    "lora": LoRAConfig(rank=3),
+    "second lora": LoRAConfig(rank=3),
+    "ia3": IA3Config(),
+    "norms": LNTuningConfig(),
+}
 
 
 def engine_of(kind: str) -> Engine:
@@ -25,16 +30,18 @@ def engine_of(kind: str) -> Engine:
     return Engine(tiny(kind, torch.float32), config)
 
 
-def answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
+def answers(engine: Engine, *names: str | None) -> list[tuple[list[int], list[float]]]:
     params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=1)
-    handles = [engine.generate([1 + n] * (3 + 5 * n), name, params, text=False) for n, name in enumerate([None, *METHODS])]
+    handles = [
+        engine.generate([1 + n] * (3 + 5 * n), name, params, text=False) for n, name in enumerate(names)
+    ]
     engine.run()
     return [(one.tokens, [each.chosen for each in one.logprobs]) for one in handles]
 
 
 def test_answers_are_bit_for_bit_those_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base, and adapters beside linears and beside modules that are not called; chunks of prompts and
-    decode rows."""
+    """The base, and adapters beside linears; chunks of prompts and decode rows. Where an adapter changes a
+    module that would not be called, all modules of the pass are."""
     engine = engine_of("llama")
     for name, method in METHODS.items():
         adapter = fresh_adapter(engine.base, name, method, 0)
@@ -42,19 +49,28 @@ def test_answers_are_bit_for_bit_those_of_modules(monkeypatch: pytest.MonkeyPatc
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) / 8)
         engine.adapters.add(adapter)
     chain, passed = engine.base.chain, list[int]()
+    groups = [None, "lora", "second lora"], [None, "lora", "ia3"], [*METHODS]
     chain.shortcut = None
     for block in chain:
         block.shortcut = None
-    wanted = answers(engine)
+    wanted = [answers(engine, *names) for names in groups]
     find_fused_layers(engine.base)
     assert all(isinstance(block.shortcut, FusedLayer) for block in chain)
     real = FusedLayer.attend
-    monkeypatch.setattr(FusedLayer, "attend", lambda *given: (passed.append(given[0].index), real(*given))[1])
-    assert answers(engine) == wanted and {*passed} == {*range(len(chain))}
+    monkeypatch.setattr(
+        FusedLayer, "attend", lambda self, *given: (passed.append(self.index), real(self, *given))[1]
+    )
+    for names, expected in zip(groups, wanted, strict=True):
+        passed.clear()
+        assert answers(engine, *names) == expected
+        assert {*passed} == ({*range(len(chain))} if "norms" not in names else set()), names
+    assert len({str(tokens) for group in wanted for tokens, _ in group}) > 4, "adapters show"
 
 
 @pytest.mark.parametrize("fault", ["sum", "norm"])
-def test_a_layer_that_computes_otherwise_keeps_its_modules(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_computes_otherwise_keeps_its_modules(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, real = engine_of("llama"), fused_layer.elementwise.add_rms_norm
 
     def wrong(x, y, weight, eps, centred):  # type: ignore[no-untyped-def]

@@ -36,14 +36,15 @@ def expand_(h: Tensor, b: Tensor, y: Tensor, tiles: Tiles) -> None:
 
 
 def expand_siblings_(h: Tensor, tables: Sequence[Tensor], ys: Sequence[Tensor], tiles: Tiles) -> None:
-    """As `expand_` for two or three linears, in one launch: sibling i has columns [i * largest rank, (i + 1) *
-    largest rank) of h, the table `tables[i]` [ranks, out i] and the output `ys[i]` [rows, out i]."""
+    """As `expand_` for two or three linears, in one launch: sibling i has `largest_rank` columns of h, behind
+    those of the siblings before it, the table `tables[i]` [ranks, out i] and the output `ys[i]` [rows, out
+    i]."""
     assert len(tables) == len(ys) and len(ys) in (2, 3), "two or three linears"
     if not h.numel():
         return
-    last, missing = ys[-1], 3 - len(ys)
-    (first, second, third), (one, two, three) = [*tables, *tables[-1:] * missing], [*ys, *[last] * missing]
-    widths = [*(y.shape[1] for y in ys), *[0] * missing]
+    first, second, third = (*tables, tables[-1])[:3]
+    one, two, three = (*ys, ys[-1])[:3]
+    widths = [*(y.shape[1] for y in ys), 0][:3]
     grid = (tiles.count, sum(triton.cdiv(width, _WIDTH) for width in widths))
     _expand_siblings[grid](
         h, first, second, third, one, two, three, *_columns(tiles), *widths, tiles.largest_rank,
@@ -142,8 +143,8 @@ def _expand_siblings(
         )  # fmt: skip
     elif block < blocks + more:
         _add_block(
-            h + all_ranks, c, z, starts, counts, first, ranks, block - blocks, second_width, h_stride, z_stride,
-            ROWS, RANKS, WIDTH, DOT,
+            h + all_ranks, c, z, starts, counts, first, ranks, block - blocks, second_width,
+            h_stride, z_stride, ROWS, RANKS, WIDTH, DOT,
         )  # fmt: skip
     else:
         _add_block(
