@@ -23,7 +23,7 @@ NO_TOKEN_LEFT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokensUnderWay:
     """The next `tokens` [n or more] of the sequences `keys`, and where each belongs: a sequence's output on
     the host, and the place in it."""
