@@ -66,7 +66,7 @@ class Scheduler:
         """`first` is the cache of the first base, whose `config` has the limits of all steps, and `cost` its
         cost model."""
         self.config = config = first.config
-        self.cost = StepCosts(cost, config.rare_delay)
+        self.cost = StepCosts(cost)
         self.policy = policy
         self.stats = Stats()
         self.interruptible = config.interruptible  # whether arrivals stop the training of the next step

@@ -91,13 +91,13 @@ def measure(
     margin = cache(partial(cost.margin, config, True))  # by an answer's tokens: each is asked for its own
     for sequence, seconds, steps in ahead:
         now = ahead.begins(sequence)
-        left = _limits(sequence, now, seconds, steps, ahead.step, margin, cost.delay)
+        left = _limits(sequence, now, seconds, steps, ahead.step, margin, config.rare_delay)
         # With no other bound in force, the default one.
         slowdown = sequence.request.slo.slowdown or (None if left else config.slowdown)
         if slowdown is not None and slowdown < INFINITE:
             left_over = unspent(sequence, now, seconds, own_slowdown(slowdown, utilization))
             left.append((left_over, left_over))
-        coming = min(coming, _coming(sequence, ahead.decode, margin, cost.delay))
+        coming = min(coming, _coming(sequence, ahead.decode, margin, config.rare_delay))
         for shared, together in left:
             training, whole = min(training, shared), min(whole, together)
         if sequence.request.slo.deferral is not None:

@@ -22,7 +22,6 @@ _UNKNOWN: Final = 0.5  # margin until then
 # Seconds by which a system holds up a GPU's host so seldom that the steps so far need not show it: 2.8 ms in
 # one step of a load, on an idle machine, made each answer under way late at 20 ms a token.
 RARE_DELAY: Final = 3.5e-3
-_DELAYS: Final = 8192  # steps of which the longest delay counts: some minutes
 _AT_MOST: Final = 0.2  # of a bound
 LONGEST: Final = 256  # tokens of an answer that count; the chance of a single one would become too small
 _MEMORY: Final = 0.05  # weight of an observation in the host's running mean
@@ -70,28 +69,6 @@ class Margin:
     def _longest(self, trains: bool) -> float:
         own = self._histories[trains]
         return max(own if len(own) >= WINDOW else chain(*self._histories.values()))
-
-
-class _Longest:
-    """The largest of the last `count` values."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._number = count, 0
-        self._falling = deque[tuple[int, float]]()  # those that no later one exceeds, with their numbers
-
-    def observe(self, value: float) -> None:
-        """Records a value."""
-        while self._falling and self._falling[-1][1] <= value:
-            self._falling.pop()
-        self._number += 1
-        self._falling.append((self._number, value))
-        if self._falling[0][0] <= self._number - self._count:
-            self._falling.popleft()
-
-    @property
-    def value(self) -> float:
-        """That value; 0 before the first."""
-        return self._falling[0][1] if self._falling else 0.0
 
 
 def left_of(seconds: float, bound: float, margin: float, usual: float, delay: float) -> float:
@@ -143,15 +120,10 @@ def quantile(values: Sequence[float], share: float) -> float:
 class StepCosts:
     """Predicts the seconds of steps, from their planning until their tokens are there: those of each base
     (`bases`, by id), which compute one after the other, and the host's own time (`host`). All decisions about
-    latency bounds use these predictions; `margin` is their safety margin.
+    latency bounds use these predictions; `margin` is their safety margin."""
 
-    Where there is a `rare_delay` of the host, its delays are no part of the margin: a stall of the host takes
-    as long in a short step as in a long one, in which a margin relative to the short one would lose training.
-    """
-
-    def __init__(self, first: CostModel, rare_delay: float = 0.0) -> None:
+    def __init__(self, first: CostModel) -> None:
         """`first` is the cost model of the first base."""
-        self._rare_delay, self._delays = rare_delay, _Longest(_DELAYS)
         self.bases = {BASE: first}
         self.first = first
         self.host = 0.0  # seconds from a step's planning to its tokens that its executors do not count
@@ -181,12 +153,6 @@ class StepCosts:
         share = share_of_steps(config.reliability, tokens)
         return min(self.misses.covering(share, trains), config.max_margin)
 
-    @property
-    def delay(self) -> float:
-        """Seconds by which the host may be late in any step: those that are expected, or more that it was in
-        one of the last thousands; 0 where none are expected."""
-        return max(self._rare_delay, self._delays.value) if self._rare_delay else 0.0
-
     def observe(self, features: StepFeatures, result: StepResult, host: float = 0.0) -> None:
         """Learns from the result of one step of these features, to which the host added `host` seconds. Each
         base's model learns from its part's own seconds."""
@@ -199,9 +165,7 @@ class StepCosts:
             predicted = max(self._executed(features), 1e-9)
             taken, usual = within_outliers(seconds, predicted), predicted + self.host
             host = min(host, max(OUTLIER * usual - taken, 0.0))
-            late = max(host - self.host, 0.0) if self._rare_delay else 0.0
-            self._delays.observe(late)
-            self.misses.observe((taken + host - late) / usual, features.trains)
+            self.misses.observe((taken + host) / usual, features.trains)
             self._hosts += 1
             self.host += max(_MEMORY, 1 / self._hosts) * (host - self.host)
         for base, part in features.items():
