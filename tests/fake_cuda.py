@@ -72,6 +72,7 @@ class Event:
         (stream or GPU.current).wait_event(self)
 
     def synchronize(self) -> None:
+        GPU.waits.append(_own_line())
         _merge(GPU.host, self.clock)
 
     def query(self) -> bool:
@@ -98,6 +99,7 @@ class Stream:
         _merge(self.clock, stream.clock)
 
     def synchronize(self) -> None:
+        GPU.waits.append(_own_line())
         _merge(GPU.host, self.clock)
 
 
@@ -121,6 +123,9 @@ class Gpu:
         self.memory: dict[int, Memory] = {}
         self.faults: list[str] = []
         self.waits_for_all: list[str] = []
+        self.kernels: list[str] = []  # operations and launches, by their names
+        self.waits: list[str] = []  # for a stream or an event
+        self.arriving: dict[int, Clock] = {}  # memory of the host, with the copy to it that nobody waited for
 
     def begin(self) -> None:
         """Forgets all; there is a default stream."""
@@ -170,8 +175,21 @@ class Gpu:
             self.use((), [x], name)
             self._of(x).is_blank = name.startswith(_BLANK)
 
+    def arrives(self, x: Tensor) -> None:
+        """Notes a tensor of the host that the current stream copies to, while the host goes on."""
+        storage = x.untyped_storage()
+        self.arriving[storage._cdata] = {**self.current.clock}
+        weakref.finalize(storage, self.arriving.pop, storage._cdata, None)
+
+    def reads(self, x: Tensor, name: str) -> None:
+        """Faults a use of a tensor of the host whose copy was not waited for."""
+        for stream, when in self.arriving.get(x.untyped_storage()._cdata, {}).items():
+            if self.host.get(stream, 0) < when:
+                self._fault(f"{name} reads on the host what stream {stream} has not copied yet")
+
     def launch(self, tensors: Sequence[Tensor], name: str) -> None:
         """Notes a kernel, which writes what nothing was written into yet."""
+        self.kernels.append(name)
         self.use(tensors, [x for x in tensors if self._of(x).is_blank], name)
 
     def _of(self, x: Tensor) -> Memory:
@@ -314,16 +332,25 @@ class Waits(TorchDispatchMode):
         is_use = not (func.is_view or name.startswith("aten::set_"))
         if is_use and (reads or writes):
             GPU.use(() if name.startswith(_UNREAD) else reads, writes, name)
+        if GPU.arriving:
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, FakeTensor) and x.fake_device.type == "cpu":
+                    GPU.reads(x, name)
         out = func(*args, **(kwargs or {}))
-        for made in _tensors_on_device(tree_leaves(out)):
+        on_device = _tensors_on_device(tree_leaves(out))
+        for made in on_device:
             GPU.make(made, name)
+        if is_use and (writes or on_device) and not name.startswith((*_BLANK, "aten::_unsafe_view")):
+            GPU.kernels.append(name)
         source = args[_COPIES[name]] if name in _COPIES else None
         if source is not None and _blocks(source, out, args[2:], kwargs or {}):
             self.lines.append(f"{name} at {_own_line()}")
         first = next((x for x in args if isinstance(x, FakeTensor)), None)
         if first is not None and first.fake_device.type == "cuda":
             leaves = isinstance(out, Tensor) and out.device.type == "cpu"
-            if leaves or name in _WAITING:
+            if leaves and (kwargs or {}).get("non_blocking"):
+                GPU.arrives(out)
+            elif leaves or name in _WAITING:
                 self.lines.append(f"{name} at {_own_line()}")
                 GPU.current.synchronize()
         return out

@@ -39,6 +39,11 @@ class Clock:
 def ticking(patch: pytest.MonkeyPatch, tick: float = 0.0) -> Clock:
     """Has metered machines use such a clock."""
     made = Clock(tick)
-    for name, own in (("clock", made), ("time", made), ("Condition", lambda: made)):
+    for name, own in (
+        ("clock", made),
+        ("time", made),
+        ("processor", lambda: 0.0),
+        ("Condition", lambda: made),
+    ):
         patch.setattr(metered_machine, name, own)
     return made

@@ -9,6 +9,7 @@ plan before it has ended, and `collect` sleeps until it would be done.
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Condition
 from typing import Final
 
@@ -22,15 +23,25 @@ from coserve.simulate.times import Times
 
 _NAP: Final = 0.001  # seconds of a rest at once, as a worker's
 
-clock = time.perf_counter
+clock, processor = time.perf_counter, time.thread_time
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedStep:
+    """When the device `ended` a step, and when the host has `seen` it. `held_up` are the seconds in between
+    that are the system's: it woke this process late, or others had its processor."""
+
+    ended: float
+    seen: float
+    held_up: float
 
 
 class MeteredExecutor(SimulatedExecutor):
     """Runs plans in real time. `now` is when the device is free, on the clock `time.perf_counter`.
 
     `seconds` gives a plan's duration, of which a step takes the next `factor`. `idle` are the seconds in
-    which the device waited for a plan. A pause, also one that was announced for the time `pause_at`, stops
-    training behind the slice that the device is at.
+    which the device waited for a plan, `steps` those that were collected. A pause, also one that was
+    announced for the time `pause_at`, stops training behind the slice that the device is at.
     """
 
     def __init__(
@@ -49,6 +60,8 @@ class MeteredExecutor(SimulatedExecutor):
         )
         self.now = clock()
         self.idle = 0.0
+        self.steps: list[CollectedStep] = []
+        self._own_since = (self.now, processor())  # when a plan was last collected, on both clocks
         self.pause_at = float("inf")
         self._draw, self._factor = factor, 1.0
         self._launched_at: deque[float] = deque()
@@ -98,7 +111,16 @@ class MeteredExecutor(SimulatedExecutor):
 
     def _end(self, plan: BasePlan, seconds: float, host: float) -> None:
         self.now += seconds + min(plan.idle, _NAP)
-        time.sleep(max(self.now - clock(), 0.0))
+        (since, used), begun = self._own_since, clock()
+        if begun < self.now:
+            time.sleep(self.now - begun)
+            stolen = clock() - self.now
+        else:  # the host was busy, or wanted to be
+            stolen = begun - since - (processor() - used)
+        ended = clock()
+        late = max(ended - self.now, 0.0)
+        self.steps.append(CollectedStep(self.now, ended, min(max(stolen, 0.0), late)))
+        self._own_since = ended, processor()
 
 
 class MeteredMachine(SimulatedMachine):

@@ -6,7 +6,8 @@ which two ways to the same result differ by rounding only.
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
 from coserve.adapters import slot_pools
-from coserve.core.plan import BasePlan
+from coserve.core.plan import BasePlan, BaseResult
 from coserve.core.row_buckets import GRAPHS
-from coserve.executors.local import LocalExecutor
+from coserve.executors import local
+from coserve.executors.local import BackgroundExecutor, LocalExecutor
 from coserve.schedule.cost import CostModel
 from coserve.train.fresh import fresh_adapter
-from coserve.worker import cuda_graphs
+from coserve.worker import cuda_graphs, opening
 from coserve.worker.cuda_graphs import PassGraphs, Record, rerun
 from coserve.worker.fused_pass import FusedPass
+from coserve.worker.launched import LaunchedPlan, TokensUnderWay
 from coserve_benchmarks.plans import watch_plans
 from models import Exact, tiny
 
@@ -40,6 +43,7 @@ def answered(
     samplings: Sequence[SamplingParams],
     draws: random.Random,
     patch: pytest.MonkeyPatch,
+    **config: Any,
 ) -> Found:
     """Log-probabilities of prompts of these lengths and of their answers, of the base and of adapters in
     turn; the tokens; bytes in pages; and replays, by graphs' rows, pages and draws. Prompts pass in chunks of
@@ -63,7 +67,7 @@ def answered(
     patch.setattr(slot_pools, "_FIRST_SLOTS", 1)
     scheduler = {"max_prefill_rows": rows, "bounded_prefill_rows": rows, "min_prefill_rows": rows}
     with Exact():
-        settings = {"calibrate": False, "cache_tokens": PAGES * PAGE, "page_size": PAGE}
+        settings = {"calibrate": False, "cache_tokens": PAGES * PAGE, "page_size": PAGE, **config}
         model = tiny("llama", torch.float64, vocab_size=VOCABULARY, max_position_embeddings=2048)
         engine = Engine(model, EngineConfig(scheduler=scheduler, **settings))
         torch.manual_seed(7)
@@ -152,6 +156,61 @@ def test_tokens_sampled_in_a_graph_are_the_same(kind: str, monkeypatch: pytest.M
     assert ways >= {"likeliest": {False}, "drawn": {True}, "some narrowed": {None, True}}[kind], replays
     if kind == "likeliest":
         assert ways == {False}
+
+
+@pytest.mark.local
+def test_steps_launched_before_the_tokens_of_those_before_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but that each step has computed when it is launched. Answers end one by one, some by a
+    token that the host learns of a step late; a broken adapter's has none."""
+    draws = random.Random(9)
+    lengths = [draws.randint(2, 40) for _ in range(11)]
+    plain = [SamplingParams(max_tokens=8 + 7 * n, ignore_eos=True) for n in range(3)]
+    drawn = [replace(one, temperature=0.5 + one.max_tokens / 3, seed=one.max_tokens) for one in plain]
+    stopped = [replace(one, stop_token_ids=frozenset(range(0, VOCABULARY, 3))) for one in drawn]
+    order, found = list[int](), []
+    for config in ({}, {"async_scheduling": True}):
+        with monkeypatch.context() as patch:
+            if config:
+                patch.setattr(opening, "LocalExecutor", BackgroundExecutor)
+                patch.setattr(local, "ThreadPoolExecutor", AtOnce)
+                note_order(patch, order)
+            samplings = [*plain, *drawn, *stopped]
+            found.append(answered(rerun, lengths, 64, samplings, random.Random(5), patch, **config)[1::2])
+    (tokens, replays), (got, also) = found
+    assert got == tokens and [] in tokens and len({*map(len, tokens)}) > 4
+    assert {draws for *_, draws in also} >= {True} and replays.keys() & also.keys()
+    assert sum(launched == 2 for launched in order) >= 5, order
+
+
+class AtOnce:
+    """A thread whose work is done as soon as it is handed over."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(work(*args))
+        return future
+
+
+def note_order(patch: pytest.MonkeyPatch, order: list[int]) -> None:
+    """Notes, when the tokens of a plan that was launched ahead are first asked for, how many such plans the
+    device has."""
+    launch, read, under_way = FusedPass.launch, LaunchedPlan.result, list[object]()
+
+    def launching(self: FusedPass, plan: BasePlan) -> TokensUnderWay | None:
+        if (found := launch(self, plan)) is not None:
+            under_way.append(found)
+        return found
+
+    def reading(self: LaunchedPlan) -> BaseResult:
+        if self._tokens in under_way:
+            order.append(len(under_way))
+            under_way.remove(self._tokens)
+        return read(self)
+
+    patch.setattr(FusedPass, "launch", launching)
+    patch.setattr(LaunchedPlan, "result", reading)
 
 
 def draw_edge(draws: random.Random, rows: int) -> int:

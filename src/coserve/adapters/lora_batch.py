@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses, Side
 from coserve.adapters.lowrank import is_lora
-from coserve.kernels.lora.backend import LoraBackend, LoraSegment
+from coserve.kernels.lora.backend import LoraBackend, LoraSegment, SiblingsBackend
 from coserve.kernels.lora.segments import LoraBackends, LoraSegments
 from coserve.kernels.lora.slots import SlotWeights
 from coserve.kernels.native.layer import LINEARS, NORMS, SUBLAYERS, LayerOwnWeights, OwnWeight
@@ -60,6 +60,23 @@ class SlotRows:
             self._latest = x, weights.down, self._backend.shrink(x.flatten(0, -2), weights)
         self._backend.expand_(self._latest[2], weights, y)
 
+    def add_siblings_(self, paths: Sequence[str], x: Tensor, ys: Sequence[Tensor]) -> None:
+        """As `add_` for linears with the same input; by a backend of rows in one launch for all that share
+        their first product."""
+        alike: dict[int, list[tuple[SlotWeights, Tensor]]] = {}
+        for path, y in zip(paths, ys, strict=True):
+            if (weights := self.weights.get(path)) is not None:
+                alike.setdefault(id(weights.down), []).append((weights, y))
+        for found in alike.values():
+            own, outputs = [weights for weights, _ in found], [y for _, y in found]
+            h = self._backend.shrink(x.flatten(0, -2), own[0])
+            whole = sum(weights.ranks.stop - weights.ranks.start for weights in own) == h.shape[-1]
+            if isinstance(self._backend, SiblingsBackend) and whole and len(own) in (2, 3):
+                self._backend.expand_siblings_(h, own, outputs)
+            else:
+                for weights, y in found:
+                    self._backend.expand_(h, weights, y)
+
 
 class LoraBatch:
     """Adapters over their ranges of rows, in row order, made once for all linears of a pass. Plain low-rank
@@ -98,6 +115,14 @@ class LoraBatch:
         segments = self.at(path)
         if segments is not None:
             segments.add_(x.flatten(0, -2), y)
+
+    def add_siblings_(self, paths: Sequence[str], x: Tensor, ys: Sequence[Tensor]) -> None:
+        """As `add_` for linears with the same input, each with its own output."""
+        for rows in self.slots:
+            rows.add_siblings_(paths, x, ys)
+        for path, y in zip(paths, ys, strict=True) if self.adapters else ():
+            if (segments := self.at(path)) is not None:
+                segments.add_(x.flatten(0, -2), y)
 
     def native(self, paths: LayerPaths) -> LayerAdapters | None:
         """The bypasses in a layer for its kernel; None where it does not read one of them."""

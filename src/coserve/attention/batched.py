@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coserve.attention.backend import CommonAttentionMetadata
 from coserve.attention.pool import KVPool
+from coserve.kernels import elementwise
 from coserve.kernels.attention import AttentionSpec, attend, attend_decode
 from coserve.kernels.native import ops as native
 from coserve.kernels.native.layer import DecodePages, LayerPages
@@ -132,6 +133,21 @@ class BatchedBackend(KVPool):
         if padding := q.shape[2] - count:
             outputs.append(v.new_zeros(1, padding, q.shape[1], v.shape[-1]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def attend_rotated(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: tuple[Tensor, Tensor],
+        metadata: BatchedMetadata,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """As `attend`, of queries and keys that are yet to be rotated by `tables`, cos and sin [1, rows,
+        dk]."""
+        rotated = [elementwise.rotate(x, *tables) for x in (q, k)]
+        return self.attend(layer, rotated[0], rotated[1], v, metadata, spec)
 
     def decode_pages(self, layers: Sequence[int], metadata: BatchedMetadata, width: int) -> LayerPages | None:
         """The pages of a pass's rows in these layers, whose queries have `width` numbers; None where there

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.attention.backend import CacheShape, CommonAttentionMetadata
@@ -24,6 +25,28 @@ class PagedBackend(BatchedBackend):
 
     def _in_tiles(self, common: CommonAttentionMetadata, tiles: RowTiles) -> DecodeRows:
         return DecodeRows(common.block_table, common.positions + 1, self.page_size, tiles)
+
+    def attend_rotated(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: tuple[Tensor, Tensor],
+        metadata: BatchedMetadata,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """See `BatchedBackend`; decode rows, and rows in tiles, are rotated and written by one kernel."""
+        rows = metadata.decode
+        if rows is None or metadata.prefills or not self._owns[layer]:
+            return super().attend_rotated(layer, q, k, v, tables, metadata, spec)
+        from coserve.kernels.triton.rotary_pages import rotate_into_pages
+
+        slots, keys, values = metadata.slot_mapping, self._keys[layer].whole, self._values[layer].whole
+        queries = rotate_into_pages(q, k, v, *tables, slots, keys, values)
+        found = self._attend_decode(layer, queries.transpose(0, 1)[None], metadata, rows, spec)
+        padding = q.shape[2] - len(slots)
+        return found if not padding else F.pad(found, (0, 0, 0, 0, 0, padding))
 
     def _attend_decode(
         self, layer: int, q: Tensor, metadata: BatchedMetadata, rows: DecodeRows, spec: AttentionSpec

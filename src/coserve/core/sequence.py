@@ -164,8 +164,12 @@ class Sequence:
         unsampled ones, and while its pages are read from the second tier."""
         if self.loading:
             return 0
-        is_last = self.unsampled and len(self.output) + self.unsampled >= self.request.sampling.max_tokens
-        return 0 if is_last else self.length - self.computed
+        answered = (
+            len(self.output) + self.unsampled
+        )  # not `length`: asked several times for each row of a step
+        if self.unsampled and answered >= self.request.sampling.max_tokens:
+            return 0
+        return len(self.request.prompt) + answered - self.computed
 
     @property
     def longest(self) -> int:
@@ -183,7 +187,8 @@ class Sequence:
 
     def decodes(self, start: int) -> bool:
         """Tells whether a row of the token at `start` is a decode row: of the newest token of an answer."""
-        return start == self.length - 1 >= len(self.request.prompt)
+        prompt = len(self.request.prompt)
+        return start == prompt + len(self.output) + self.unsampled - 1 >= prompt
 
     def tokens(self, start: int, length: int) -> list[int]:
         """Token ids at positions [start, start + length)."""

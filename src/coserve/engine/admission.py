@@ -212,4 +212,5 @@ class Admission:
         nbytes = self._backward(self._running.values())
         self._ledger.reserve({self._backward_owner: {Account.WORKSPACES: nbytes}})
         kept = sum(self._ledger.of(job_owner(name), Account.ACTIVATIONS) for name in self._running)
-        self._executor.call(SetLimits(activation_nbytes=kept))
+        room = self._memory.graph_room() if self._executor.spec.graphs else None
+        self._executor.call(SetLimits(activation_nbytes=kept, graph_store_nbytes=room))

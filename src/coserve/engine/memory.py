@@ -14,7 +14,7 @@ from coserve.core.request import BASE
 from coserve.core.size import show_size
 from coserve.engine.base_memory import Fixed, adapter_limit
 from coserve.errors import ConfigError, OutOfMemory
-from coserve.executors.executor import DeviceMemory, Executor, ReadMemory
+from coserve.executors.executor import DeviceMemory, Executor, ReadMemory, SetLimits
 from coserve.memory.budget import budget_of
 from coserve.memory.compiled import bound_compiled_shapes, built_bytes
 from coserve.memory.ledger import Account, Bytes, Ledger
@@ -29,6 +29,7 @@ _FIXED: Final = ("base", "pages", "steps")
 _ADAPTERS: Final = "adapters"
 _STORED: Final = "stored adapters"  # including those on disk
 _LIBRARIES: Final = "libraries"
+_GRAPHS: Final = "graphs"  # of passes and of training, and the stores of the latter
 # Bytes by which a process beyond its budget grows before a step returns freed memory again. Returning takes
 # 0.2 to 0.4 ms a MiB; without this bound every step would try it in vain.
 _REGROWN: Final = 8 << 20
@@ -206,17 +207,34 @@ class EngineMemory:
         held = [one._held() for one in self.budget.bases]
         nbytes = self._cache.nbytes(sum(each.slots for each in held))
         own = sum(accounts[Account.ADAPTERS] for each in held for accounts in each.sessions.values())
+        self.ledger.charge(_GRAPHS, Account.WORKSPACES, sum(each.graphs for each in held))
         self.ledger.charge(_STORED, Account.ADAPTERS, nbytes.paged)
         # A session that was just opened holds a version that is not published yet.
         self.ledger.charge(_ADAPTERS, Account.ADAPTERS, max(nbytes.resident - own, 0))
 
+    def graph_room(self) -> int:
+        """Bytes that the base's stores of graphs may have: what they have, and all that is free."""
+        self.count_adapters()
+        return self._held().graph_stores + max(self.ledger.free, 0)
+
+    def _shed_graphs(self, wanted: int) -> None:
+        """Has stores of graphs dropped that free so many bytes, of one base after the other."""
+        for one in self.budget.bases:
+            held = one._held().graph_stores
+            if wanted > 0 and held:
+                one._executor.call(SetLimits(graph_store_nbytes=max(held - wanted, 0)))
+                wanted -= held - one._held().graph_stores
+        self.count_adapters()
+
     def make_room(self, missing: Callable[[], int]) -> int:
-        """Evicts unused stored adapters if that frees the `missing` bytes; returns the bytes still missing.
-        Evicts nothing where stored adapters have a limit of their own.
+        """Drops stores of graphs, then evicts unused stored adapters, if that frees the `missing` bytes;
+        returns the bytes still missing. Evicts no adapter where stored ones have a limit of their own.
 
         An evicted adapter's slot may stay allocated for the next one; then more are evicted.
         """
         self.count_adapters()
+        if wanted := missing():
+            self._shed_graphs(wanted)
         before = -1
         while self._limit is None and missing() and (used := self._cache.nbytes().paged) != before:
             before = used

@@ -65,13 +65,16 @@ class ExecutorSpec:
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Bytes held on the device: the base's weights, and what the backward of one linear unpacks; adapters'
-    weights; slots with copies of adapters; each session's, by account."""
+    weights; slots with copies of adapters; each session's, by account. `graphs` are those of graphs and of
+    the stores that graphs of training read, `graph_stores` those of the stores alone."""
 
     base: int
     base_backward: int
     adapters: int
     slots: int
     sessions: Mapping[str, Mapping[Account, int]]
+    graphs: int = 0
+    graph_stores: int = 0
 
 
 class Command(Generic[R]):
@@ -259,11 +262,12 @@ class CompileGrammar(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class SetLimits(Command[None]):
-    """Limits of training: rows of a window group of several jobs, and bytes of freed activations kept for
-    reuse. None leaves a limit unchanged."""
+    """Limits of training: rows of a window group of several jobs, bytes of freed activations kept for reuse,
+    and bytes of the stores of graphs. None leaves a limit unchanged."""
 
     window_group_rows: int | None = None
     activation_nbytes: int | None = None
+    graph_store_nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

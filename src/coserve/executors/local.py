@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 
@@ -15,6 +15,25 @@ from coserve.executors.executor import Command, DeviceWorker, ExecutorSpec, R, R
 from coserve.executors.transport import WorkerTransport
 
 W = TypeVar("W", bound=DeviceWorker)
+
+
+class PlanUnderWay(Protocol):
+    """A plan that a device has been given."""
+
+    def result(self) -> BaseResult:
+        """Waits for the plan."""
+
+
+class LaunchingWorker(DeviceWorker, Protocol):
+    """The owner of a device that computes beside the host."""
+
+    def launch_ahead(self, plan: BasePlan) -> PlanUnderWay | None:
+        """Gives the device a plan, behind those that it has, without waiting for any; None where the plan
+        needs what they find, or the host on its way: it is to be run."""
+
+
+L = TypeVar("L", bound=LaunchingWorker)
+Begun = BaseResult | PlanUnderWay
 
 _QUIET: Final = 0.1  # seconds between two looks whether a plan under way goes on
 
@@ -52,16 +71,16 @@ class LocalExecutor(WorkerTransport, Generic[W]):
         return self.worker.call(command)
 
 
-class BackgroundExecutor(LocalExecutor[W]):
+class BackgroundExecutor(LocalExecutor[L]):
     """The transport to a worker whose device is not this processor: plans run one after the other on a
     thread, which mostly waits for the device. The next step is planned meanwhile, and begins as soon as the
-    one before it has ended."""
+    one before it has ended; one that the worker launches ahead is behind it on the device by then."""
 
-    def __init__(self, worker: W) -> None:
+    def __init__(self, worker: L) -> None:
         super().__init__(worker, self._wait)
         self._thread = ThreadPoolExecutor(1, "device", self._enter, (torch.get_num_threads(),))
         self._number: int | None = None  # of the thread
-        self._begun = deque[Future[BaseResult]]()  # of the plans without a result here
+        self._begun = deque[Future[Begun]]()  # of the plans without a result here
         self._beat: Callable[[], object] = int  # nothing
         self._goes_on = False  # since the last look
         worker.on_progress(self._note)
@@ -79,11 +98,12 @@ class BackgroundExecutor(LocalExecutor[W]):
         before = self._begun[-1] if self._begun else None
         self._begun.append(self._thread.submit(self._follow, plan, before))
 
-    def _follow(self, plan: BasePlan, before: Future[BaseResult] | None) -> BaseResult:
-        """Runs a plan, unless the one before it has failed, and runs again."""
+    def _follow(self, plan: BasePlan, before: Future[Begun] | None) -> Begun:
+        """Launches a plan, or runs it, unless the one before it has failed, and runs again."""
         if before is not None and before.exception() is not None:
             raise PassFailed("the plan before this one runs again")
-        return self.worker.run(plan)
+        launched = self.worker.launch_ahead(plan)
+        return self.worker.run(plan) if launched is None else launched
 
     def _wait(self, plan: BasePlan) -> BaseResult:
         oldest = self._begun[0]
@@ -91,7 +111,8 @@ class BackgroundExecutor(LocalExecutor[W]):
             with suppress(TimeoutError):
                 oldest.exception(_QUIET)
             self._tell_progress()
-        result = oldest.result()
+        begun = oldest.result()
+        result = begun if isinstance(begun, BaseResult) else begun.result()
         self._begun.popleft()
         return result
 

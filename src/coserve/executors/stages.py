@@ -27,6 +27,6 @@ def fullest(stages: Sequence[DeviceMemory]) -> DeviceMemory:
         for job, held in stages[0].sessions.items()
         if all(job in stage.sessions for stage in stages)
     }
-    names = ("base", "base_backward", "adapters", "slots")
+    names = ("base", "base_backward", "adapters", "slots", "graphs", "graph_stores")
     most = {name: max(getattr(stage, name) for stage in stages) for name in names}
     return DeviceMemory(**most, sessions=sessions)

@@ -49,6 +49,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
     return y
 
 
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """The sum of x and y [..., width], rounded, and its `rms_norm`, without a graph; on a GPU in one
+    launch."""
+    if x.is_cpu:
+        total = x + y
+        return total, ops.rms_norm(total, weight, eps, centred)
+    from coserve.kernels.triton import elementwise
+
+    return elementwise.add_rms_norm(x, y, weight, eps, centred)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [1, heads, rows, width] by cos and sin [1, rows, width], whose second half
     rotates with the first (Llama's `apply_rotary_pos_emb`). Tables have no gradient."""

@@ -138,6 +138,19 @@ class FusedRows(GroupRows):
             keeper.keep_sum(path, y2[rows])
         return placement.complete(y)
 
+    def siblings(
+        self, paths: Sequence[str], placements: Sequence[Placement], x: Tensor
+    ) -> list[Tensor] | None:
+        """As `linear` for linears that have the same input x, whose low-rank bypasses are added together;
+        None where each linear has to be asked alone."""
+        if self._lora is None or self._keepers or self._adapters:
+            return None
+        if any(placement.group is not None for placement in placements):
+            return None
+        products = [placement.forward(x) for placement in placements]
+        self._lora.add_siblings_(paths, x, [y.flatten(0, -2) for y in products])
+        return [own.complete(y) for own, y in zip(placements, products, strict=True)]
+
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         found = self._applied(path)
         if found:
@@ -221,13 +234,35 @@ class FusedRows(GroupRows):
     def decode_pages(self, layers: Sequence[int], width: int) -> LayerPages | None:
         """The layers' pages where all rows attend as decode rows do, with queries of `width` numbers, and the
         backend has them as `LayerPages`."""
-        if len(self._parts) != 1:
+        if not self.in_pages:
             return None
         part = self._parts[0][1]
-        if not isinstance(part, InferenceRows) or not isinstance(part.backend, BatchedBackend):
-            return None
+        assert isinstance(part, InferenceRows) and isinstance(part.backend, BatchedBackend)
         there = [layer + part.shift for layer in layers]
         return part.backend.decode_pages(there, part.metadata, width)
+
+    def attend_rotated(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: tuple[Tensor, Tensor],
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """As `attend`, of rows that are all `in_pages`, whose queries and keys are yet to be rotated by
+        `tables`."""
+        part = self._parts[0][1]
+        assert isinstance(part, InferenceRows) and isinstance(part.backend, BatchedBackend)
+        return part.backend.attend_rotated(layer + part.shift, q, k, v, tables, part.metadata, spec)
+
+    @property
+    def in_pages(self) -> bool:
+        """Tells whether all rows are answers', with pages of a `BatchedBackend`."""
+        if len(self._parts) != 1:
+            return False
+        part = self._parts[0][1]
+        return isinstance(part, InferenceRows) and isinstance(part.backend, BatchedBackend)
 
     @property
     def count(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
 from coserve.attention.batched import BatchedBackend
+from coserve.attention.paged import make_batched
 from coserve.kernels.attention import AttentionSpec
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows
@@ -28,12 +29,12 @@ class LayerExperiment:
         self._base = base
         self._generator = torch.Generator().manual_seed(0)
         lengths = [min(length, base.max_positions) for length in _LENGTHS]
-        positions = torch.zeros(len(lengths) + _PADDING, dtype=torch.long)
-        positions[: len(lengths)] = torch.tensor(lengths) - 1
+        known = [length - 1 for length in lengths] + [0] * _PADDING
+        positions = torch.tensor(known, device=base.device)
         embedded, self._calls = base.prologue(torch.zeros_like(positions), positions)
         self._hidden = self.drawn(*embedded.shape).to(embedded)
         decoding = positions[: len(lengths)], [1] * len(lengths), lengths, len(lengths)
-        self._common = CommonAttentionMetadata(torch.tensor(_TABLE), *decoding)
+        self._common = CommonAttentionMetadata(torch.tensor(_TABLE, device=base.device), *decoding)
 
     @property
     def rows(self) -> int:
@@ -59,7 +60,7 @@ class LayerExperiment:
         pages = [self.drawn(cache.groups, 2 * _PAGE, cache.key).to(self._hidden) for _ in range(2)]
         rows = []
         for _ in range(2):
-            backend = BatchedBackend(caches, len(_TABLE) * 2, _PAGE, self._hidden.dtype, self._hidden.device)
+            backend = make_batched(caches, len(_TABLE) * 2, _PAGE, self._hidden.dtype, self._hidden.device)
             for table in _TABLE:
                 backend.fill(index, table, *pages)
             rows.append(_NotingRows(backend, self._common, self.rows))
@@ -76,7 +77,7 @@ class LayerExperiment:
         """Output, keys and values."""
         with self._base.cell.set(FusedRows([rows], [])):
             out = compute(self._hidden, self._calls[index])
-        return None if out is None else (out, *rows.pool.gather(index, torch.tensor(_TABLE).flatten()))
+        return None if out is None else (out, *rows.pool.gather(index, self._common.block_table.flatten()))
 
 
 class _NotingRows(InferenceRows):

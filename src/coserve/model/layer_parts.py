@@ -1,6 +1,6 @@
 """The parts of a decoder layer that kernels of whole layers read: seven linears and two norms."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Final
@@ -34,8 +34,8 @@ class LayerParts:
     eps: tuple[float, ...]
 
     @staticmethod
-    def of(layer: nn.Module) -> "LayerParts | None":
-        """The layer's, if it has these and no parameters beside them."""
+    def of(layer: nn.Module, takes: Callable[..., bool] = ops.takes) -> "LayerParts | None":
+        """The layer's, if it has these and no parameters beside them, and kernels take its norms'."""
         modules = dict(layer.named_modules())
         linears = tuple(found for name in LINEARS if isinstance(found := modules.get(name), FrozenLinear))
         norms = tuple(modules[name] for name in NORMS if name in modules)
@@ -44,7 +44,7 @@ class LayerParts:
         placed = sum(isinstance(module, FrozenLinear) for module in modules.values())
         if placed > len(linears) or len([*layer.parameters()]) != len(norms):
             return None
-        if not all(ops.takes(*norm.parameters(recurse=False)) for norm in norms):
+        if not all(takes(*norm.parameters(recurse=False)) for norm in norms):
             return None
         named = (getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms)
         eps = tuple(each for each in named if isinstance(each, float))

@@ -36,6 +36,7 @@ from coserve.model.dequantized.form import dense_state, slices_of
 from coserve.model.dequantized.forms import as_dense, form_for, quantized_fields
 from coserve.model.experts_hook import ExpertsHook
 from coserve.model.foreign import folder_of, read_config, saved_type
+from coserve.model.fused_layer import find_fused_layers
 from coserve.model.legacy_attention import set_attention, with_plain_linears
 from coserve.model.legacy_recurrence import ask_caches
 from coserve.model.linear import FrozenLinear
@@ -157,7 +158,8 @@ def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[N
         block.returns, block.streams = own.returns, own.streams
     _fit(base, masks, placed)
     _tell_positions(base)
-    prove(base, own, masks, shorten=partial(find_native_layers, base))
+    find_shortcuts = find_native_layers if base.device.type == "cpu" else find_fused_layers
+    prove(base, own, masks, shorten=partial(find_shortcuts, base))
     _refuse_shorter_cache(base)
     join_siblings(base)
     assert not any(p.requires_grad for p in base.model.parameters()), "the base is frozen"

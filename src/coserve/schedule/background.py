@@ -62,7 +62,7 @@ class BackgroundTurns:
         every = [*running, *waiting]
         rest = {one.key for one in every if one.request.background}
         self.turn = None
-        if len(rest) == len(every):
+        if not rest or len(rest) == len(every):
             self._since = None
             return frozenset()
         features = StepFeatures()
@@ -90,7 +90,7 @@ class BackgroundTurns:
 
     def note(self, builder: PlanBuilder) -> None:
         """Notes whether the sequence whose turn this step is has rows in it."""
-        if any(one.key == self.turn for one in builder.answering):
+        if self.turn is not None and any(one.key == self.turn for one in builder.answering):
             self._next = builder.now + self._cost / SHARE
 
 

@@ -109,6 +109,10 @@ class Features:
         twin._adapters, twin._jobs = self._adapters.copy(), self._jobs.copy()
         return twin
 
+    def take_passes(self, passes: Passes) -> None:
+        """Notes the passes of the plan that the features are of."""
+        self._passes = passes
+
     @property
     def launched(self) -> "Features":
         """A copy for a step whose decode rows no graph had: they shared the pass of answers' other rows."""
@@ -275,6 +279,12 @@ class StepFeatures(dict[str, Features]):
         """The features of a plan's inference alone."""
         parts = ((base, part.inference) for base, part in plan.bases.items())
         return cls((base, Features.of_segments(segments)) for base, segments in parts if segments)
+
+    def passing(self, plan: StepPlan) -> "StepFeatures":
+        """These features, which were counted for a plan, with the passes that it has."""
+        for base, part in self.items():
+            part.take_passes(plan.bases[base].passes)
+        return self
 
     def copy(self) -> "StepFeatures":
         """An independent copy of the counts."""

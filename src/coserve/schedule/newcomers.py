@@ -42,7 +42,7 @@ def decoding(running: Iterable[Sequence], cost: StepCosts, config: SchedulerConf
     """
     running = list(running)
     ready = _ready(running, config)
-    if not any(one.request.newcomer or one.request.background for one in running):
+    if not any([one.request.newcomer or one.request.background for one in running]):
         return ready
     ready.sort(key=lambda one: (one.request.background, not one.request.newcomer))
     limit = step_limit(running, cost, config)
@@ -69,7 +69,7 @@ def _ready(running: list[Sequence], config: SchedulerConfig) -> list[Sequence]:
         for one, rows in zip(running, left, strict=True)
         if rows == 1 and not (one.unsampled and overlap.beside(one.unsampled))
     ]
-    most = overlap.share(sum(rows <= 1 for rows in left))
+    most = overlap.share(sum([rows <= 1 for rows in left]))
     if len(ready) <= most:
         return ready
     keys = {one.key for one in sorted(ready, key=_held_longest)[:most]}

@@ -8,6 +8,7 @@ from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, Sampled, T
 from coserve.core.request import FinishReason, Request
 from coserve.core.sequence import Sequence
 from coserve.errors import CoserveError, RequestError
+from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.newcomers import LATELY
 from coserve.schedule.places import Places
@@ -127,17 +128,18 @@ class OpenRequests:
                 sequence = self.sequences[key]
                 self._retire(sequence, FinishReason.CANCELLED, now)
                 events.append(RequestFailed(key, sequence.request.id, error))
+        cache = self.queues.caches[base]
         for segment in plan.inference:
             if segment.key not in self.sequences:  # cancelled while the step ran
                 continue
-            event = self._record(self.sequences[segment.key], segment, result, now)
+            event = self._record(self.sequences[segment.key], cache, segment, result, now)
             if event is not None:
                 events.append(event)
         return events
 
     def charge(self, training: float, now: float) -> None:
         """Charges `training` seconds of a step that ended at `now` to the requests that waited for it."""
-        for sequence in self.queues:
+        for sequence in self.queues if training else ():
             sequence.deferred += training
         self._last_training = (now, training)
 
@@ -181,7 +183,12 @@ class OpenRequests:
         }
 
     def _record(
-        self, sequence: Sequence, segment: InferenceSegment, result: BaseResult, now: float
+        self,
+        sequence: Sequence,
+        cache: BaseCache,
+        segment: InferenceSegment,
+        result: BaseResult,
+        now: float,
     ) -> TokenEvent | None:
         """Records a segment that ran; ends the sequence with the last token of its answer."""
         if segment.length == 1:
@@ -192,7 +199,6 @@ class OpenRequests:
         self._stats.recomputed_tokens += max(min(end, sequence.reached) - segment.start, 0)
         sequence.template = None  # it has been copied, and may change hands
         event = record(sequence, segment, result.sampled.get(sequence.key), now)
-        cache = self.queues.caches.of(sequence)
         if sequence.pages:  # a later plan may have preempted it
             cache.prefixes.record(sequence)
         if event is None:
@@ -223,14 +229,15 @@ def record(
 
     Returns the event, without a finish reason; None where there is no token or score to report.
     """
-    ends = segment.start + segment.length == sequence.known
+    request = sequence.request
+    ends = segment.start + segment.length == len(request.prompt) + len(sequence.output)
     sequence.under_way -= 1
     if sampled is None:
         assert not ends, f"sequence {sequence.key} ran to its end and no token was sampled"
         return None
     assert ends == (sampled.token is not None), "a token follows the last one known, and only that"
-    scored = _fresh(sequence, segment, sampled)
-    if sequence.request.sampling.max_tokens == 0:  # the prompt was to be read, without an answer
+    scored = _fresh(sequence, segment, sampled) if request.sampling.prompt_logprobs is not None else ()
+    if request.sampling.max_tokens == 0:  # the prompt was to be read, without an answer
         if not (scored or ends or sampled.pooled):
             return None
         pooled, restarts = sampled.pooled, segment.start == 0
@@ -263,8 +270,6 @@ def stop_reason(sequence: Sequence, config: SchedulerConfig, read: int = 0) -> F
 
 def _fresh(sequence: Sequence, segment: InferenceSegment, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
     """Scores of the segment's prompt positions, without those reported before a preemption."""
-    if sequence.request.sampling.prompt_logprobs is None:
-        return ()
     end = min(segment.start + segment.length, len(sequence.request.prompt) - 1)
     fresh = end - max(segment.start, sequence.reported)
     if fresh <= 0:

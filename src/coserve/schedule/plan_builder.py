@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from coserve.core.plan import InferenceSegment, OptimStep, TrainingSegment
 from coserve.core.sequence import Direction, MicroBatch, Sequence
-from coserve.schedule.features import Features, StepFeatures
+from coserve.schedule.features import StepFeatures
 from coserve.schedule.segments import inference_segment
 from coserve.schedule.step_costs import StepCosts
 
@@ -90,7 +90,10 @@ class PlanBuilder:
         segment = inference_segment(sequence, sequence.computed, rows)
         self.answering.append(sequence)
         self.inference.append(segment)
-        _count(self.features[sequence.request.base], sequence, segment, filled)
+        features, request = self.features[sequence.request.base], sequence.request
+        if filled:
+            features.add_fill(request.virtual - filled, filled)
+        features.add_inference(segment.context, rows, segment.tail_rows, segment.adapter, segment.offloaded)
 
     def add_training(self, batch: MicroBatch, segment: TrainingSegment) -> None:
         """Adds a window of a micro-batch."""
@@ -105,13 +108,6 @@ class PlanBuilder:
 
     def with_rows(self, sequence: Sequence, rows: int, filled: int) -> StepFeatures:
         """Features of the step with these rows too."""
-        features = self.features.copy()
-        segment = inference_segment(sequence, sequence.computed, rows)
-        _count(features[sequence.request.base], sequence, segment, filled)
-        return features
-
-
-def _count(features: Features, sequence: Sequence, segment: InferenceSegment, filled: int) -> None:
-    if filled:
-        features.add_fill(sequence.virtual - filled, filled)
-    features.add(segment)
+        twin = PlanBuilder(self.now, self.features.copy())
+        twin.add(sequence, rows, filled)
+        return twin.features

@@ -222,8 +222,11 @@ class Prefixes:
 
     def record(self, sequence: Sequence) -> None:
         """Names the pages of a running sequence that are full of known, computed tokens."""
-        size = self._pages.page_size
-        full = (sequence.virtual + min(sequence.computed, sequence.known)) // size
+        size, request = self._pages.page_size, sequence.request
+        known = len(request.prompt) + len(sequence.output)
+        full = (request.virtual + min(sequence.computed, known)) // size
+        if full == sequence.named:  # as behind most steps
+            return
         if full > sequence.named and self._takes_part(sequence):
             for index in range(sequence.named, full):
                 name = self._name(sequence, index - sequence.virtual // size)

@@ -188,8 +188,9 @@ class RequestQueues:
         """
         if sequence.offloaded:
             return True
-        cache = self.caches.of(sequence)
-        missing = cache.pages.pages_for(sequence.virtual + sequence.length) - len(sequence.pages)
+        cache, request = self.caches.of(sequence), sequence.request
+        tokens = request.virtual + len(request.prompt) + len(sequence.output) + sequence.unsampled
+        missing = cache.pages.pages_for(tokens) - len(sequence.pages)
         while missing > 0:
             taken = cache.pages.allocate(sequence.key, missing)
             if taken is not None:
@@ -305,6 +306,6 @@ def count_places(queues: RequestQueues) -> float:
     by_pages = 0.0
     for base in queues.caches:
         resident = queues._resident(base)
-        held = sum(len(one.pages) for one in resident)
+        held = sum([len(one.pages) for one in resident])
         by_pages += len(resident) * queues.caches[base].pages.pages / held if held else 0.0
     return min(queues._config.max_running, by_pages or float("inf"))

@@ -49,6 +49,7 @@ class Launched:
     free_at: float  # when the next plan may begin
     ends: float  # when it is expected to end
     positions: Mapping[int, Position]  # of its micro-batches before it, by key
+    features: StepFeatures | None = None  # of a plan without training, as they were counted for it
 
 
 class Scheduler:
@@ -123,8 +124,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Plans the next step: inference first, then the training that the policy allows."""
-        plan = self._plan(now)
-        self._launch(plan, now, now)
+        plan, counted = self._plan(now)
+        self._launch(plan, now, now, counted)
         return plan
 
     def plan_ahead(self, now: float) -> StepPlan | None:
@@ -134,13 +135,14 @@ class Scheduler:
         if self._underway or last.first.share is not None or last.is_empty:
             return None
         begins = max(now, self._launched[-1].free_at)
-        plan = self._plan(begins)
+        plan, counted = self._plan(begins)
         if plan.is_empty:
             return None
-        self._launch(plan, now, begins)
+        self._launch(plan, now, begins, counted)
         return plan
 
-    def _plan(self, now: float) -> StepPlan:
+    def _plan(self, now: float) -> tuple[StepPlan, StepFeatures | None]:
+        """The plan of the next step, and its features where it has no training."""
         builder = PlanBuilder(now)
         self.tier.now = now
         for base in self.caches:
@@ -152,7 +154,9 @@ class Scheduler:
         if not held:
             self._queues.make_way(now)
             make_way(self._queues, now)
-            view = replace(view, waiting=self.requests.waiting, running=self.requests.running)
+            waiting, running = self.requests.waiting, self.requests.running
+            if (waiting, running) != (view.waiting, view.running):
+                view = replace(view, waiting=waiting, running=running)
             resting = self._offload_turns.resting((*view.running, *view.waiting), now)
             resting |= self._background.resting(view.running, view.waiting, now, self.cost, self.config)
             closed = self._decode(builder, resting)
@@ -165,7 +169,12 @@ class Scheduler:
             if self._gives_way(builder):
                 builder = builder.training_alone()
         plan = self._close(builder)
-        return plan.resting(self._idle(view)) if plan.is_empty else plan
+        if plan.is_empty:
+            return plan.resting(self._idle(view)), None
+        trains = builder.training or builder.updates or builder.share is not None
+        if trains or len(self.caches) > 1:
+            return plan, None
+        return plan, builder.features.passing(plan)
 
     def apply(self, result: StepResult, now: float) -> dict[str, list[Event]]:
         """Applies the executors' result of the oldest plan under way; `now` is when the step ended. Returns
@@ -176,7 +185,7 @@ class Scheduler:
             plan = plan.without_training()
         if result.paused:
             self._rewind(launched, result)
-        self._account(plan, result, now, now - max(launched.planned, self._applied))
+        self._account(plan, result, now, now - max(launched.planned, self._applied), launched.features)
         self._applied = now
         self._take_moves(result, now)
         events: dict[str, list[Event]] = {base: [] for base in plan.bases}
@@ -241,6 +250,8 @@ class Scheduler:
         admitted = [one for one in (*begun, *self.policy.admit(view)) if one.key not in resting]
         turn = [one for one in admitted if one.key == self._background.turn]
         line = sorted((one for one in admitted if one not in turn), key=self._queues.urgency)
+        if not (line or turn):  # as in most steps, all of whose sequences decode
+            return
         least, rows = self.config.min_prefill_rows, self._prompt_rows(builder)
         left = self._pack(builder, line, closed, rows, least) if line else rows
         if turn:
@@ -385,8 +396,8 @@ class Scheduler:
             return True
         return builder.predict(self.cost) > _FREE * self.cost.predict_features(builder.answers)
 
-    def _launch(self, plan: StepPlan, now: float, begins: float) -> None:
-        """Records a plan as under way, and its work as done."""
+    def _launch(self, plan: StepPlan, now: float, begins: float, counted: StepFeatures | None) -> None:
+        """Records a plan as under way, and its work as done. See `Launched` for its features."""
         taken = plan.first.predicted
         ends = begins + taken + plan.first.idle
         free_at = begins + self.config.overlap.interval(taken) + plan.first.idle
@@ -397,13 +408,20 @@ class Scheduler:
         batches = [self.training.find(segment) for segment in plan.training]
         positions = {batch.key: batch.position for batch in batches if batch is not None}
         self.training.planned(plan, begins)
-        self._launched.append(Launched(plan, now, free_at, ends, positions))
+        self._launched.append(Launched(plan, now, free_at, ends, positions, counted))
 
     # Applying
 
-    def _account(self, plan: StepPlan, result: StepResult, now: float, seconds: float) -> None:
+    def _account(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        now: float,
+        seconds: float,
+        counted: StepFeatures | None = None,
+    ) -> None:
         """Counts the step, corrects the cost models, and charges the training to the requests that waited for
-        it.
+        it. `counted` are its features where it has no training.
 
         The step took `seconds`, the executors' and the host's. In a pipeline that is its time in all stages
         together, and other plans wait for one stage of it.
@@ -412,12 +430,12 @@ class Scheduler:
             return
         is_beside, predicted = plan.first.share is not None, plan.first.predicted
         if not is_beside and plan.training != result.trained:  # some was paused before it ran
-            plan = plan.as_run(result)
+            plan, counted = plan.as_run(result), None
             predicted = self.cost.predict(plan)
         overlap = self.config.overlap
         host = overlap.own_host(max(seconds - result.seconds, 0.0), self.cost.host)
         machine = overlap.interval(result.seconds + host)
-        answering = StepFeatures.of_answers(plan)
+        answering = StepFeatures.of_answers(plan) if counted is None else counted
         training = self._training_seconds(plan, answering, machine, predicted)
         self._utilization.observe(now, self._rows_seconds(answering, machine - training))
         self.requests.charge(training, now)
@@ -425,7 +443,7 @@ class Scheduler:
             self.cost.observe_beside(plan, result, host)
         elif not any(one.together_failed or one.lost or one.failed for one in result.bases.values()):
             # else more ran than planned, or less
-            self.cost.observe(StepFeatures.of(plan), result, host)
+            self.cost.observe(StepFeatures.of(plan) if counted is None else counted, result, host)
         self.stats.steps += 1
         self.stats.fused_steps += any(part.is_fused for part in plan.bases.values())
 

@@ -12,7 +12,7 @@ def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSeg
     """Rows [start, start + rows) of a sequence's own tokens, all before its adapter acts or none; `announce`
     adds the pages."""
     request, end = sequence.request, start + rows
-    tail = 1 if end == sequence.length else 0
+    tail = 1 if end == len(request.prompt) + len(sequence.output) + sequence.unsampled else 0
     if request.sampling.prompt_logprobs is not None:
         tail += max(0, min(end, len(request.prompt) - 1) - start)
     return InferenceSegment(
@@ -60,7 +60,9 @@ def note_planned(sequence: Sequence, segment: InferenceSegment, expected_at: flo
     """Counts a launched segment as done; its token is expected at `expected_at`."""
     sequence.under_way += 1
     sequence.computed += segment.length
-    if sequence.computed == sequence.length and sequence.request.sampling.max_tokens > 0:
+    request = sequence.request
+    length = len(request.prompt) + len(sequence.output) + sequence.unsampled
+    if sequence.computed == length and request.sampling.max_tokens > 0:
         sequence.unsampled += 1
         sequence.expected_at = expected_at
 

@@ -75,6 +75,15 @@ class GraphStore(ActivationStore):
         self.states = MicroBatchStates((rows,), self._lease)
         self._held: object = None  # the window whose examples and arguments are here
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it holds; those of outputs that a layer keeps are there after its first
+        window."""
+        arguments = [held for held in tree_leaves(self._own_calls.calls) if isinstance(held, Tensor)]
+        own = [self._examples, self._entering, self._gradient, self.leaving]
+        tensors = [*own, *self._matrices, *self._found, *arguments, *self._own_kv.tensors]
+        return self._lease.nbytes + sum(tensor.nbytes for tensor in tensors)
+
     def input(self, layer: int, window: Window, bypasses: Bypasses) -> Tensor:
         """See `ActivationStore`."""
         return self._entering
@@ -220,6 +229,11 @@ class _GraphKV(MicroBatchKV):
         self._rows, self._owed = zeros(past + rows), zeros(rows)
         self.of_past = zeros(past) if past else []
         self._is_owed = False
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        return [*self._rows, *self._owed, *self.of_past]
 
     def save(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
         """See `MicroBatchKV`."""

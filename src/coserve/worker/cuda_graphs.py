@@ -55,7 +55,7 @@ class CudaGraphs:
     """Captures graphs, which share their memory: one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self.nbytes = device, 0  # of the memory that they share
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Run) -> Run:
@@ -66,16 +66,22 @@ class CudaGraphs:
         with torch.cuda.stream(stream):
             work()  # kernels are compiled, and libraries make what they need
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(self._device)
         # Other threads, such as a stream's, may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = work()
+        self.nbytes += max(torch.cuda.memory_reserved(self._device) - before, 0)
 
         def replay() -> Tensor:
             graph.replay()
             return out
 
         return replay
+
+
+def graph_nbytes(record: Record | None) -> int:
+    """Bytes of device memory that the graphs of a recorder share; a plain twin has none."""
+    return record.nbytes if isinstance(record, CudaGraphs) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +147,15 @@ class PassGraphs:
         self._asked: Counter[_GraphKind] = Counter()  # steps without one
         self._refused: set[bool] = set()  # whether kinds that cannot be captured have prompts
 
-    def find(self, rows: ListedRows) -> Run | None:
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs hold on the device."""
+        return graph_nbytes(self._record) + sum(graph.given.nbytes for graph in self._graphs.values())
+
+    def find(self, rows: ListedRows, captures: bool = True) -> Run | None:
         """Gives the hidden rows [1, bucket, width] of a pass when called, or the tokens [bucket] that it
         samples, valid until the next one is run. None where the model's work cannot be captured, or has not
-        been yet."""
+        been yet and is not to be for this step (`captures`)."""
         # A chunk of a prompt may have one row, too, whose token is not the sequence's newest.
         decodes = all(token == NEWEST for token in rows.tokens)
         bucket = graph_rows(len(rows.positions))
@@ -155,7 +166,7 @@ class PassGraphs:
         if bucket is None or (rows.draws is not None and not pages):
             return None
         kind = _GraphKind(bucket, pages, tuple((pool, pool.capacity) for pool in rows.pools), rows.draws)
-        if kind not in self._graphs and not self._is_worth(kind):
+        if kind not in self._graphs and not (captures and self._is_worth(kind)):
             return None
         graph = self._graph(kind)
         if graph is None:

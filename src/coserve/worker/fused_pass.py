@@ -21,6 +21,7 @@ from coserve.train.window_group import ForwardWindow, KeptRows
 from coserve.worker.cuda_graphs import CudaGraphs, ListedRows, PassGraphs, Record
 from coserve.worker.held import HeldState
 from coserve.worker.inference import InferenceBatch, PassedRows, adapter_ranges, outside_layers
+from coserve.worker.launched import TokensUnderWay
 from coserve.worker.offloaded import OffloadedCache, OffloadedSegment, SplitRows
 from coserve.worker.sampler import Drawn, Sampler
 from coserve.worker.sequence_table import DeviceRows, SequenceTable
@@ -202,7 +203,16 @@ class FusedPass:
             rows = tuple(one for one in rows if not self._decodes(one)) if graphs else rows
         return graphs if plan.fused else graphs + self._graph(rows)
 
-    def _graph(self, segments: Sequence[InferenceSegment]) -> "list[_GraphedRows]":
+    def launch(self, plan: BasePlan) -> TokensUnderWay | None:
+        """Gives the device a plan's decode rows, where there is a graph that samples them, and waits for
+        nothing; None, and nothing is done, where there is none."""
+        for graph in self._graph(plan.inference, captures=False):
+            if graph.samples:
+                self.base.chain.on_layer()
+                return self.sampler.launched_rows(graph.segments, graph.replay())
+        return None
+
+    def _graph(self, segments: Sequence[InferenceSegment], captures: bool = True) -> "list[_GraphedRows]":
         """The graph that takes rows through all layers, and samples if it can; none where none holds their
         work."""
         if self.graphs is None or not segments or any(segment.offloaded for segment in segments):
@@ -215,9 +225,10 @@ class FusedPass:
         listed = ListedRows(self.table.places(ordered), counts, *self.table.known(ordered, decodes), pools)
         if decodes == len(ordered) and (draws := self.sampler.draws(ordered)) is not None:
             ends = self.table.lengths([segment.key for segment in ordered])
-            if (replay := self.graphs.find(replace(listed, ends=ends, draws=draws))) is not None:
+            sampled = replace(listed, ends=ends, draws=draws)
+            if (replay := self.graphs.find(sampled, captures)) is not None:
                 return [_GraphedRows(ordered, counts, replay, samples=True)]
-        replay = self.graphs.find(listed)
+        replay = self.graphs.find(listed, captures)
         return [] if replay is None else [_GraphedRows(ordered, counts, replay, samples=False)]
 
     def _should_be_replayed(self, launched: Sequence[InferenceSegment], plan: BasePlan) -> bool:
@@ -272,8 +283,8 @@ class FusedPass:
         decodes: list[InferenceSegment] = []
         chunks: list[InferenceSegment] = []
         offloaded: list[InferenceSegment] = []
-        for segment in segments:
-            group = offloaded if segment.offloaded else decodes if self._decodes(segment) else chunks
+        for segment, is_decode in zip(segments, self.table.decoding(segments), strict=True):
+            group = offloaded if segment.offloaded else decodes if is_decode else chunks
             group.append(segment)
         ordered = [segment for group in (decodes, chunks, offloaded) for segment in self._by_kind(group)]
         return ordered, len(decodes)
@@ -330,7 +341,7 @@ class FusedPass:
         return self.base.prologue(tokens, positions, outside_layers(self.base.early_sites, adapters))
 
     def _by_kind(self, segments: list[InferenceSegment]) -> list[InferenceSegment]:
-        if all(segment.adapter is None for segment in segments):
+        if not any([segment.adapter for segment in segments]):
             return segments
         return sorted(segments, key=lambda segment: self._kind(segment.adapter))
 
@@ -343,4 +354,4 @@ class FusedPass:
         )
 
     def _decodes(self, segment: InferenceSegment) -> bool:
-        return not segment.offloaded and self.table[segment.key].decodes(segment.start)
+        return self.table.decoding([segment])[0]

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from torch import Tensor
 
@@ -59,12 +58,16 @@ def adapter_ranges(
 ) -> list[tuple[slice, Bypasses]]:
     """Ranges of neighbouring rows that share an adapter version; rows of the bare base are in none."""
     ranges: list[tuple[slice, Bypasses]] = []
-    start = 0
-    for key, group in groupby(zip(segments, counts, strict=True), lambda pair: pair[0].adapter):
-        end = start + sum(count for _, count in group)
-        if key is not None:
-            ranges.append((slice(start, end), loaded.find(key).bypasses))
-        start = end
+    start = end = 0
+    key: str | None = None
+    for segment, count in zip(segments, counts, strict=True):  # without a call for each of a step's rows
+        if segment.adapter != key:
+            if key is not None:
+                ranges.append((slice(start, end), loaded.find(key).bypasses))
+            start, key = end, segment.adapter
+        end += count
+    if key is not None:
+        ranges.append((slice(start, end), loaded.find(key).bypasses))
     return ranges
 
 

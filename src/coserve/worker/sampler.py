@@ -17,14 +17,11 @@ from coserve.model.base import Base
 from coserve.model.sample import NO_TOKEN, sample, sample_plain, token_logprobs
 from coserve.wire.scores import little
 from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
+from coserve.worker.launched import NO_TOKEN_LEFT, TokensUnderWay
 from coserve.worker.sequence_table import DeviceRows, SequenceTable
 
 _NO_SAMPLE = Sampled(None)
 _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
-_NO_TOKEN_LEFT = (
-    "no token can come next: the grammar, logit_bias and min_tokens together leave none, or the model's or "
-    "the adapter's weights give numbers that are not finite"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +67,9 @@ class Sampler:
         """Samples and scores the rows of a pass. Changes nothing: the pass may be repeated."""
         ends = list(accumulate(batch.counts))
         scored, pooled = self._score_prompts(batch, ends), self._pool_prompts(batch, ends)
-        answers = [self.table[segment.key] for segment in batch.segments]
-        pairs = enumerate(zip(batch.segments, answers, strict=True))
-        done = [i for i, (segment, answer) in pairs if segment.start + segment.length == answer.length]
+        known = self.table.lengths([segment.key for segment in batch.segments])
+        pairs = enumerate(zip(batch.segments, known, strict=True))
+        done = [i for i, (segment, length) in pairs if segment.start + segment.length == length]
         segments = [batch.segments[i] for i in done]
         keys = [segment.key for segment in segments]
         rows = self.table.rows(segments)
@@ -82,7 +79,7 @@ class Sampler:
         logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
         positions = torch.tensor([s.start + s.length for s in segments], device=rows.device)
         tokens = self._choose(logits, rows, positions)
-        wanted = [answers[i].request.sampling.logprobs for i in done]
+        wanted = [self.table[key].request.sampling.logprobs for key in keys]
         logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
         return Drawn(batch.segments, scored, keys, rows, tokens, logprobs, batch.states, pooled)
 
@@ -133,17 +130,23 @@ class Sampler:
 
     def sampled_rows(self, segments: Sequence[InferenceSegment], tokens: Tensor) -> dict[int, Sampled]:
         """The results of `sample_rows` by key, once the device has them: the host's only wait in a step."""
-        drawn: list[int] = tokens.tolist()
+        sampled, failed = self._under_way(segments, tokens).note()
+        self._failed = failed | self._failed
+        return sampled
+
+    def launched_rows(self, segments: Sequence[InferenceSegment], tokens: Tensor) -> TokensUnderWay:
+        """The same without waiting: the tokens are on their way to the host."""
+        return self._under_way(segments, tokens.to("cpu", non_blocking=True))
+
+    def _under_way(self, segments: Sequence[InferenceSegment], tokens: Tensor) -> TokensUnderWay:
         keys = [segment.key for segment in segments]
-        self.table.append(keys, drawn[: len(keys)])
-        self._note_failed(keys, drawn[: len(keys)])
-        return {key: Sampled(token) for key, token in zip(keys, drawn, strict=False)}
+        return TokensUnderWay(keys, self.table.expect(keys), tokens)
 
     def _note_failed(self, keys: Sequence[int], tokens: Sequence[int]) -> None:
         """Notes which sequences have no token."""
         if NO_TOKEN in tokens:
             failed = [key for key, token in zip(keys, tokens, strict=True) if token == NO_TOKEN]
-            self._failed = dict.fromkeys(failed, RequestError(_NO_TOKEN_LEFT)) | self._failed
+            self._failed = dict.fromkeys(failed, RequestError(NO_TOKEN_LEFT)) | self._failed
 
     def _score_prompts(self, batch: PassedRows, ends: Sequence[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Log-probabilities of the prompt tokens that follow rows of this pass, where requested."""

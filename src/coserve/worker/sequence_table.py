@@ -77,6 +77,11 @@ class SequenceTable:
     def __getitem__(self, key: int) -> Answer:
         return self._answers[key]
 
+    def decoding(self, segments: Sequence[InferenceSegment]) -> list[bool]:
+        """Tells of each segment whether it is a decode row, of pages on the device."""
+        answers = self._answers
+        return [answers[one.key].decodes(one.start) and not one.offloaded for one in segments]
+
     def extend(self, segments: Iterable[InferenceSegment]) -> dict[int, CoserveError]:
         """Adds rows for the sequences that a plan names first, and appends its new pages to their block
         tables: once, however often the plan's rows are run again for lack of memory. Returns, by key, the
@@ -229,6 +234,15 @@ class SequenceTable:
         """Appends tokens to the sequences on the host."""
         for key, token in zip(keys, tokens, strict=True):
             self._answers[key].output.append(max(token, 0))
+
+    def expect(self, keys: Sequence[int]) -> list[tuple[list[int], int]]:
+        """Appends a token that only the device will know to each sequence; returns their outputs, and its
+        places there."""
+        outputs = [self._answers[key].output for key in keys]
+        places = [(output, len(output)) for output in outputs]
+        for output in outputs:
+            output.append(0)
+        return places
 
     def lengths(self, keys: Sequence[int]) -> list[int]:
         """Number of tokens known of each sequence, which is also the position of the next sampled one."""

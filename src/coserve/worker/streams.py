@@ -54,6 +54,10 @@ class Streams:
         has launched, and the host waits for that stream."""
         return self._on(_TRAINING if share is None and not self.is_training else _ANSWERS)
 
+    def queue(self) -> AbstractContextManager[None]:
+        """As `step`, for work that the host waits for later."""
+        return self._on(_TRAINING, waits=False)
+
     def settle(self) -> None:
         """Waits for training under way. Raises its error."""
         if self._under_way is not None:
@@ -96,9 +100,9 @@ class Streams:
         return self._threads[place, share].submit(on_stream)
 
     @contextmanager
-    def _on(self, place: int, before: Any = None) -> Iterator[None]:
+    def _on(self, place: int, before: Any = None, waits: bool = True) -> Iterator[None]:
         """On a GPU work goes to a stream behind the event `before`, by default all that the caller has
-        launched, and the host waits for the stream."""
+        launched, and the host waits for the stream where it `waits`."""
         stream = self._streams[place]
         if stream is None:
             yield
@@ -106,7 +110,8 @@ class Streams:
         stream.wait_event(before or torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(stream):
             yield
-        stream.synchronize()
+        if waits:
+            stream.synchronize()
 
     def _note(self, asked: Sequence[TrainingSegment], trained: Sequence[TrainingSegment]) -> None:
         self._trained += trained

@@ -13,11 +13,17 @@ class DeviceTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begun, self._ended = self._mark(), None
+        self._begun: Any = self._mark()
+        self._ended: Any = None
 
     def stop(self) -> None:
         """Ends it, on the stream that it was made on."""
         self._ended = self._mark()
+
+    def wait(self) -> None:
+        """Waits until the device has come to its end."""
+        if self._device.type == "cuda":
+            self._ended.synchronize()
 
     @property
     def seconds(self) -> float:

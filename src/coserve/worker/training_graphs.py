@@ -25,7 +25,7 @@ from coserve.model.base import Base
 from coserve.train.backward import BackwardWindow, layer_gradients
 from coserve.train.graph_store import GraphedLayer, GraphStore
 from coserve.train.window_group import ForwardWindow
-from coserve.worker.cuda_graphs import Record, Run
+from coserve.worker.cuda_graphs import Record, Run, graph_nbytes
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +77,30 @@ class TrainingGraphs:
         self._is_refused = False  # whether the layers' work cannot be captured
         self._known: tuple[Bypasses, Mapping[int, GraphedLayer]] | None = None  # of the last window's adapter
         self.may_capture = False  # no answers wait meanwhile
+        self._limit: int | None = None  # of the stores' bytes
+        self._too_large: set[_StoreKind] = set()  # stores that are beyond the limit alone
 
     @property
     def count(self) -> int:
         """Number of graphs that are there."""
         return len(self._graphs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that graphs and stores hold on the device."""
+        return graph_nbytes(self._record) + self.store_nbytes
+
+    @property
+    def store_nbytes(self) -> int:
+        """Those of stores, which `set_limit` limits."""
+        return sum(store.nbytes for store in self._stores.values())
+
+    def set_limit(self, limit: int) -> None:
+        """Changes the most bytes of stores. Those beyond it go at once, with their graphs, the one used
+        longest ago first."""
+        self._limit = limit
+        self._too_large.clear()
+        self._trim()
 
     def forward(self, window: ForwardWindow, layers: range) -> bool:
         """Takes a window through those of `layers` that it passes. False, and nothing is done, where graphs
@@ -103,6 +122,8 @@ class TrainingGraphs:
         kinds = [self._kind(window, there[layer]) for layer in layers if layer in there]
         if len(kinds) < len(layers) or None in kinds:
             return False
+        if self._too_large and any(kind is not None and kind.store in self._too_large for kind in kinds):
+            return False
         asked = [kind for kind in kinds if kind is not None and kind not in self._graphs]
         if asked and not self._is_worth(asked):
             return False
@@ -110,6 +131,10 @@ class TrainingGraphs:
             assert kind is not None
             self._base.chain.on_layer()
             self._pass(kind, window, there[kind.layer])
+        if asked and self._limit is not None and self.store_nbytes > self._limit:
+            if len(self._stores) == 1:
+                self._too_large.update(self._stores)
+            self._trim()
         return True
 
     def _is_worth(self, kinds: Sequence[_WindowGraph]) -> bool:
@@ -169,12 +194,20 @@ class TrainingGraphs:
         store = self._stores.pop(kind, None)
         if store is None:
             while len(self._stores) >= _STORES:
-                gone = next(iter(self._stores))
-                del self._stores[gone]
-                self._graphs = {one: graph for one, graph in self._graphs.items() if one.store != gone}
+                self._drop_oldest()
             store = GraphStore(self._base, kind.rows, kind.past, layer, self._names)
         self._stores[kind] = store
         return store
+
+    def _trim(self) -> None:
+        while self._limit is not None and self._stores and self.store_nbytes > self._limit:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Drops the store that was used longest ago, and its graphs."""
+        gone = next(iter(self._stores))
+        del self._stores[gone]
+        self._graphs = {one: graph for one, graph in self._graphs.items() if one.store != gone}
 
     def _kind(self, window: AnyWindow, layer: GraphedLayer) -> _WindowGraph | None:
         """The kind of graph that takes a window through a layer; None where there is none."""

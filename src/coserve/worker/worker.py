@@ -26,7 +26,15 @@ from coserve.core.plan import (
 )
 from coserve.core.step_trace import span
 from coserve.errors import CoserveError, TogetherFailed
-from coserve.executors.executor import CloseSession, Command, ExecutorSpec, R, RestartStep
+from coserve.executors.executor import (
+    CloseSession,
+    Command,
+    DeviceMemory,
+    ExecutorSpec,
+    R,
+    RestartStep,
+    SetLimits,
+)
 from coserve.memory.exhausted import failing_alone
 from coserve.model.base import Base
 from coserve.model.together import linears_together
@@ -35,6 +43,7 @@ from coserve.train.optimizer_offload import MakeOffload
 from coserve.worker.compute_threads import ComputeThreads
 from coserve.worker.fused_pass import FusedPass
 from coserve.worker.held import HeldState
+from coserve.worker.launched import LaunchedPlan, has_decode_rows_alone
 from coserve.worker.offloaded import OffloadedCache
 from coserve.worker.sequence_table import SequenceTable
 from coserve.worker.streams import Streams
@@ -92,6 +101,7 @@ class Worker:
         self._may_share = is_alone and not (base.makes_calls or self.trains_apart)
         self._failed: set[str] = set()  # jobs without training until their sessions close or restart
         self._pauses = 0  # results with paused training
+        self._ahead: list[LaunchedPlan] = []  # whose results nobody may have asked for
         self.training = self.training_type(self.held)
         self._pause, self._short = self.training.pause, self.training.short
         self.fused = self.pass_type(self.held, attention, table, self.training, self._offloaded)
@@ -139,11 +149,48 @@ class Worker:
             self._streams.settle()
             self._failed.discard(command.job)
         with self._streams.step():
-            return self.held.do(command)
+            if isinstance(command, SetLimits):
+                self._limit_graphs(command.graph_store_nbytes)
+            reply = self.held.do(command)
+        return self._with_graphs(reply) if isinstance(reply, DeviceMemory) else reply
+
+    def _limit_graphs(self, nbytes: int | None) -> None:
+        if self.training.graphs is not None and nbytes is not None:
+            self.training.graphs.set_limit(nbytes)
+
+    def _with_graphs(self, held: DeviceMemory) -> Any:
+        """The bytes with those of graphs."""
+        windows, passes = self.training.graphs, self.fused.graphs
+        stores = 0 if windows is None else windows.store_nbytes
+        every = sum(graphs.nbytes for graphs in (windows, passes) if graphs is not None)
+        return replace(held, graphs=every, graph_stores=stores)
+
+    @torch.no_grad()
+    def launch_ahead(self, plan: BasePlan) -> LaunchedPlan | None:
+        """See `LaunchingWorker`. It launches plans of decode rows that a graph takes and samples."""
+        if self.fused.graphs is None or self._streams.is_training or not has_decode_rows_alone(plan):
+            return None
+        with self._streams.queue(), self.computing():
+            timer = DeviceTimer(self.base.device)
+            if not self._has_moved:
+                self._move(plan)
+            if not self._has_begun:
+                self._begin(plan)
+            tokens = self.fused.launch(plan)
+            if tokens is None:  # `run` goes on from here
+                return None
+            timer.stop()
+        self._has_begun = self._has_moved = False
+        outcome = BaseResult(0.0, moved=self._moved(plan), lost=self.fused.sampler.take_failed())
+        self._ahead = [*self._ahead[-1:], LaunchedPlan(tokens, timer, outcome)]
+        return self._ahead[-1]
 
     @torch.no_grad()
     def run(self, plan: BasePlan) -> BaseResult:
         """See `DeviceWorker`."""
+        for launched in self._ahead:  # whose tokens the host has to know
+            launched.result()
+        self._ahead = []
         share = plan.share if self._may_share else None
         passes = Passes(windows_apart=True) if self.trains_apart else plan.passes
         if (share, passes) != (plan.share, plan.passes):
@@ -228,7 +275,7 @@ class Worker:
         if plan.share is not None or not (plan.inference or plan.training):  # streams have their own numbers
             return nullcontext()
         reader = self.base.reader
-        rows = (sum(segment.length for segment in plan.inference), sum(s.length for s in plan.training))
+        rows = sum([one.length for one in plan.inference]), sum([one.length for one in plan.training])
         is_reading = reader is not None and not reader.dry and not plan.training
         return self._threads.step((is_reading, *map(int.bit_length, rows)), is_reading)
 

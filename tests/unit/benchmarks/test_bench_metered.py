@@ -25,8 +25,16 @@ def test_it_has_a_bar_for_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["metered.host.one_at_a_time"]["value"] > 0
 
 
+def test_what_the_arithmetic_leaves_to_training() -> None:
+    """Fewer answers leave more of the device, and so do longer steps."""
+    found = {case.name: metered.most_training(case) for case in metered.CASES}
+    assert 0.3 < found["20ms"] < found["50ms"] < found["fifth"] < 1.0
+    busy = metered.Case("busy", 1.5, 0.02)
+    assert metered.most_training(busy) < found["20ms"]
+
+
 def test_a_bound_that_no_step_can_keep_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attainment counts the answers' own times."""
     ticking(monkeypatch, TICK)
-    load = metered.serve("hybrid", 0, 1.0, SLO(first_token=2.0, between_tokens=0.004), 0.5)
+    load = metered.serve("hybrid", 0, 1.0, SLO(first_token=2.0, between_tokens=0.004), 0.5).load
     assert load.answers and load.attainment(SLO(between_tokens=0.004)) == 0.0

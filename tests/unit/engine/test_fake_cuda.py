@@ -48,6 +48,12 @@ def test_moves_between_the_host_and_the_device_are_waited_for() -> None:
 
 
 @pytest.mark.slow
+def test_a_layer_takes_few_kernels() -> None:
+    """A decode step of 32 rows at an 8B shape, by modules and by fused layers, with adapters and without."""
+    run(script="fake_cuda_kernels.py")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

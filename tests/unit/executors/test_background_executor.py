@@ -21,10 +21,18 @@ class Desk:
         self.errors: dict[float, list[Exception]] = {}
         self.beat: Callable[[], object] = int
         self.called: list[tuple[int, int]] = []  # threads of commands, and how many plans had run
+        self.ahead: set[float] = set()  # plans that are launched
+        self.launched: list[float] = []
 
     @property
     def spec(self) -> ExecutorSpec:
         raise NotImplementedError
+
+    def launch_ahead(self, plan: BasePlan) -> "OnDesk | None":
+        if plan.predicted not in self.ahead:
+            return None
+        self.launched.append(plan.predicted)
+        return OnDesk(self, plan)
 
     def run(self, plan: BasePlan) -> BaseResult:
         self.beat()
@@ -44,6 +52,31 @@ class Desk:
 
     def on_progress(self, beat: Callable[[], object]) -> None:
         self.beat = beat
+
+
+class OnDesk:
+    """A plan that the desk has."""
+
+    def __init__(self, desk: Desk, plan: BasePlan) -> None:
+        self.desk, self.plan = desk, plan
+
+    def result(self) -> BaseResult:
+        return self.desk.run(self.plan)
+
+
+def test_a_launched_plan_waits_for_nobody() -> None:
+    """The second is launched before anybody has waited for the first. The third needs what they find."""
+    desk = Desk()
+    desk.ahead = {1.0, 2.0}
+    executor = BackgroundExecutor(desk)
+    for number in (1.0, 2.0):
+        executor.launch(BasePlan(predicted=number))
+    wait_until(lambda: desk.launched == [1.0, 2.0])
+    assert not desk.ran
+    desk.let.release(9)
+    executor.launch(BasePlan(predicted=3.0))
+    found = [executor.collect() for _ in range(3)]
+    assert [result and result.seconds for result in found] == [1.0, 2.0, 3.0]
 
 
 def test_a_plan_begins_when_the_one_before_it_has_ended() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from coserve.kernels.triton import blocksparse, elementwise, pages, segmented
+from coserve.kernels.triton import blocksparse, elementwise, pages, rotary_pages, segmented
 
 HOPPER: Final = GPUTarget("cuda", 90, 32)
 SHARED: Final = 227 << 10  # bytes that a block may have there
@@ -17,10 +17,31 @@ SHARED: Final = 227 << 10  # bytes that a block may have there
 PARTS: Final = frozenset({"sums", "tops", "totals"})  # the answer itself, where there is one
 ELEMENTS: Final = frozenset({"weight", "grad", "cos", "sin", "gate", "up", "of_gate", "of_up"})
 NUMBERS: Final = frozenset(
-    {"x", "a", "h", "b", "y", "values", "q", "keys", "out", "sinks"} | PARTS | ELEMENTS
+    {
+        "x",
+        "a",
+        "h",
+        "b",
+        "y",
+        "values",
+        "q",
+        "k",
+        "v",
+        "c",
+        "d",
+        "z",
+        "u",
+        "keys",
+        "out",
+        "sinks",
+        "total",
+        "normed",
+    }
+    | PARTS
+    | ELEMENTS
 )
 FLOATS: Final = frozenset({"scale", "softcap", "eps"})
-LONGS: Final = frozenset({"pages", "lengths"})
+LONGS: Final = frozenset({"pages", "lengths", "slots"})
 COUNTS: Final = frozenset(
     {"width", "share", "page_size", "dk", "dv", "window", "q_batch", "q_head", "keys_group", "values_group"}
     | {
@@ -34,6 +55,18 @@ COUNTS: Final = frozenset(
         "heads",
         "half",
         "count",
+        "second_width",
+        "third_width",
+        "all_ranks",
+        "z_stride",
+        "u_stride",
+        "q_row",
+        "k_row",
+        "k_head",
+        "v_row",
+        "v_head",
+        "groups",
+        "deep",
     }
 )
 
@@ -42,14 +75,16 @@ def cases() -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Kernels with their constants: decode rows without matrix units, and tiles of rows with them."""
     for rows in (1, 16):
         block = {"ROWS": rows, "RANKS": 16, "WIDTH": 64, "DOT": rows == 16}
-        for kernel in (segmented._shrink, segmented._expand, segmented._outer):
+        for kernel in (segmented._shrink, segmented._expand, segmented._expand_siblings, segmented._outer):
             yield kernel, block
         for kernel in (blocksparse._dds, blocksparse._sdd, blocksparse._transposed):
             yield kernel, block
     for centred in (False, True):
         yield elementwise._rms_norm, {"CENTRED": centred, "BLOCK": 4096}
         yield elementwise._rms_norm_back, {"CENTRED": centred, "BLOCK": 16384}
+        yield elementwise._add_rms_norm, {"CENTRED": centred, "BLOCK": 4096}
         yield elementwise._rotate, {"BACK": centred, "HEADS": 8, "HALF": 64}
+    yield rotary_pages._rotate_into_pages, {"HEADS": 8, "HALF": 64, "DEEP": 128}
     yield elementwise._silu_mul, {"BLOCK": 1024}
     yield elementwise._silu_mul_back, {"BLOCK": 1024}
     for width, sinks in ((128, False), (64, True)):

@@ -19,6 +19,7 @@ from coserve.kernels.triton import blocksparse, elementwise, segmented
 from coserve.kernels.triton import pages as decode
 from coserve.kernels.triton.backends import TritonBlockSparse, TritonSegmented
 from coserve.kernels.triton.blocksparse import Topology
+from coserve.kernels.triton.rotary_pages import rotate_into_pages
 from coserve.kernels.triton.slots import TritonSlots
 from coserve.kernels.triton.tiles import Tiles
 
@@ -72,6 +73,7 @@ def _rows() -> None:
     _slots()
     for dtype, tolerance in TYPES.items():
         _elementwise(dtype, tolerance)
+        _rotary_pages(dtype)
         _slot_tiles(dtype, tolerance)
 
 
@@ -143,15 +145,19 @@ def _slots() -> None:
     by_rows = PlainSlots(own)
     x = torch.randn(8, INSIDE, generator=draws)
     h = backend.shrink(x.to(DEVICE), ours.weights(0))
-    wanted_h = plain.shrink(x.double(), twin.weights(0))
+    wanted_h, alone = plain.shrink(x.double(), twin.weights(0)), list[tuple[Tensor, Tensor]]()
     for linear, width in enumerate(sizes[3]):
         y = torch.randn(8, width, generator=draws)
         got, wanted, other = y.to(DEVICE), y.double(), y.double()
+        alone.append((y.clone().to(DEVICE), got))
         backend.expand_(h, ours.weights(linear), got)
         plain.expand_(wanted_h, twin.weights(linear), wanted)
         by_rows.expand_(by_rows.shrink(x.double(), twin.weights(0)), twin.weights(linear), other)
         assert torch.allclose(other, wanted), f"{linear}"
         assert torch.allclose(got.double().cpu(), wanted, rtol=1e-5, atol=1e-4), f"{linear}"
+    both = [ours.weights(linear) for linear in range(2)]
+    backend.expand_siblings_(h, both, [y for y, _ in alone])
+    assert all(torch.equal(y, got) for y, got in alone), "siblings in one launch"
     assert 2 * ours.slot_nbytes == twin.slot_nbytes
 
 
@@ -171,6 +177,11 @@ def _elementwise(dtype: torch.dtype, tolerance: float) -> None:
             (of_x,) = torch.autograd.grad(norm, exact, grad.double())
             _near(elementwise.rms_norm(x, weight, eps, centred), norm, tolerance, "norm")
             _near(elementwise.rms_norm_back(grad, x, weight, eps, centred), of_x, 4 * tolerance, "norm, back")
+            total, normed = elementwise.add_rms_norm(x, grad, weight, eps, centred)
+            assert torch.equal(total, x + grad), f"sum, {dtype}"
+            assert torch.equal(normed, elementwise.rms_norm(total, weight, eps, centred)), (
+                f"its norm, {dtype}"
+            )
     for heads, rows, half in ((1, 1, 1), (11, 4, 12), (8, 3, 64)):
         x, grad = (
             drawn(1, rows, heads + 2, 2 * half)[:, :, :heads].transpose(1, 2),
@@ -190,6 +201,29 @@ def _elementwise(dtype: torch.dtype, tolerance: float) -> None:
         wanted = gated, *torch.autograd.grad(gated, leaves, grad.double())
         for got, expected in zip(found, wanted, strict=True):
             _near(got, expected, tolerance, "gated activation")
+
+
+def _rotary_pages(dtype: torch.dtype) -> None:
+    """Queries and keys as by the rotation alone, and keys and values in their slots, bit for bit; other slots
+    keep what they have, and rows beyond the slots get none. Values may have a width of their own."""
+    draws = torch.Generator().manual_seed(6)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draws).to(DEVICE, dtype)
+
+    for heads, groups, rows, padding, width, deep in ((11, 3, 4, 2, 24, 24), (8, 8, 3, 0, 128, 40)):
+        q, k, v = (
+            drawn(1, rows + padding, n, size).transpose(1, 2)
+            for n, size in ((heads, width), (groups, width), (groups, deep))
+        )
+        cos, sin = (drawn(1, rows + padding, width) for _ in range(2))
+        slots = torch.randperm(40, generator=draws)[:rows].to(DEVICE)
+        keys, values = drawn(groups, 40, width), drawn(groups, 40, deep)
+        wanted_keys = keys.index_copy(1, slots, elementwise.rotate(k, cos, sin)[0, :, :rows])
+        wanted_values = values.index_copy(1, slots, v[0, :, :rows])
+        found = rotate_into_pages(q, k, v, cos, sin, slots, keys, values)
+        assert torch.equal(found, elementwise.rotate(q, cos, sin)[0].transpose(0, 1)[:rows]), f"q, {dtype}"
+        assert torch.equal(keys, wanted_keys) and torch.equal(values, wanted_values), f"pages, {dtype}"
 
 
 def _near(got: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -44,6 +44,15 @@ class LoraBackend(Protocol[W]):
 
     def expand_(self, h: Any, weights: W, y: Tensor) -> None:
         """y [rows, out] += scale · h Bᵀ, in place: the result of `shrink` times each row's B."""
+
+
+@runtime_checkable
+class SiblingsBackend(Protocol):
+    """A LoRA backend that expands for several linears at once."""
+
+    def expand_siblings_(self, h: Any, weights: Sequence[Any], ys: Sequence[Tensor]) -> None:
+        """As `LoraBackend.expand_` for all linears that share the `shrink` h, two or three, in their
+        order."""
 
 
 class TrainingLoraBackend(LoraBackend[LoraWeights], Protocol):

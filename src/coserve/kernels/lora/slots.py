@@ -92,6 +92,11 @@ class PlainSlots:
         h[index] = torch.bmm(x[index][:, None], down[self._slots[index].long()])[:, 0]
         return h
 
+    def expand_siblings_(self, h: Tensor, weights: Sequence[SlotWeights], ys: Sequence[Tensor]) -> None:
+        """As `expand_` for all linears of the same `down`."""
+        for own, y in zip(weights, ys, strict=True):
+            self.expand_(h, own, y)
+
     def expand_(self, h: Tensor, weights: SlotWeights, y: Tensor) -> None:
         """See `LoraBackend`."""
         index = (self._slots >= 0).nonzero()[:, 0]

@@ -33,6 +33,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
     return y
 
 
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """The sum of x and y, and its `rms_norm`, in one launch."""
+    x, y = x.contiguous(), y.contiguous()
+    total, normed, width = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        _add_rms_norm[(x.numel() // width,)](
+            x, y, weight, total, normed, width, eps, CENTRED=centred, **_row(width)
+        )
+    return total, normed
+
+
 def rms_norm_back(grad: Tensor, x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
     """As `native.ops.rms_norm_back`."""
     grad, x = grad.contiguous(), x.contiguous()
@@ -104,6 +115,26 @@ def _rms_norm(x, weight, y, width, eps, CENTRED: tl.constexpr, BLOCK: tl.constex
     else:
         normed = normed.to(y.dtype.element_ty).to(tl.float32) * own
     tl.store(y + at + column, normed.to(y.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _add_rms_norm(x, y, weight, total, normed, width, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    is_there = column < width
+    kind = total.dtype.element_ty
+    first = tl.load(x + at + column, mask=is_there, other=0.0).to(tl.float32)
+    second = tl.load(y + at + column, mask=is_there, other=0.0).to(tl.float32)
+    rounded = (first + second).to(kind)  # as the sum that the next layers add to is
+    tl.store(total + at + column, rounded, mask=is_there)
+    given = rounded.to(tl.float32)
+    own = tl.load(weight + column, mask=is_there, other=0.0).to(tl.float32)
+    scaled = given * tl.rsqrt(tl.sum(given * given, 0) / width + eps)
+    if CENTRED:  # noqa: SIM108
+        scaled = scaled * (1.0 + own)
+    else:
+        scaled = scaled.to(kind).to(tl.float32) * own
+    tl.store(normed + at + column, scaled.to(kind), mask=is_there)
 
 
 @triton.jit

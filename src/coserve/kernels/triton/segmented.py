@@ -5,6 +5,8 @@ once. Tiles of one row are multiplied without matrix units, so decode rows are n
 `reference.multi_lora` and `multi_lora_backward`.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -16,10 +18,10 @@ from coserve.kernels.triton.tiles import Tiles
 _RANKS, _WIDTH = 16, 64  # of a program's block
 
 
-def shrink(x: Tensor, a: Tensor, tiles: Tiles) -> Tensor:
+def shrink(x: Tensor, a: Tensor, tiles: Tiles, clears: bool = True) -> Tensor:
     """x [rows, in] times each row's ranks of a [ranks, in]: [rows, largest rank] in x's type; columns beyond
-    an adapter's ranks, and rows without an adapter, are zero."""
-    h = x.new_zeros(len(x), tiles.largest_rank)
+    an adapter's ranks, and rows without an adapter, are zero where it `clears`, else anything."""
+    h = (x.new_zeros if clears else x.new_empty)(len(x), tiles.largest_rank)
     if h.numel():
         grid = (tiles.count, triton.cdiv(tiles.largest_rank, _RANKS))
         _shrink[grid](x, a, h, *_columns(tiles), x.shape[1], x.stride(0), h.shape[1], *_block(tiles))
@@ -31,6 +33,23 @@ def expand_(h: Tensor, b: Tensor, y: Tensor, tiles: Tiles) -> None:
     if h.numel():
         grid = (tiles.count, triton.cdiv(y.shape[1], _WIDTH))
         _expand[grid](h, b, y, *_columns(tiles), y.shape[1], h.stride(0), y.stride(0), *_block(tiles))
+
+
+def expand_siblings_(h: Tensor, tables: Sequence[Tensor], ys: Sequence[Tensor], tiles: Tiles) -> None:
+    """As `expand_` for two or three linears, in one launch: sibling i has `largest_rank` columns of h, behind
+    those of the siblings before it, the table `tables[i]` [ranks, out i] and the output `ys[i]` [rows, out
+    i]."""
+    assert len(tables) == len(ys) and len(ys) in (2, 3), "two or three linears"
+    if not h.numel():
+        return
+    first, second, third = (*tables, tables[-1])[:3]
+    one, two, three = (*ys, ys[-1])[:3]
+    widths = [*(y.shape[1] for y in ys), 0][:3]
+    grid = (tiles.count, sum(triton.cdiv(width, _WIDTH) for width in widths))
+    _expand_siblings[grid](
+        h, first, second, third, one, two, three, *_columns(tiles), *widths, tiles.largest_rank,
+        h.stride(0), one.stride(0), two.stride(0), three.stride(0), *_block(tiles),
+    )  # fmt: skip
 
 
 def outer(h: Tensor, x: Tensor, tiles: Tiles) -> Tensor:
@@ -104,11 +123,46 @@ def _expand(
     h, b, y, starts, counts, first, ranks, width, h_stride, y_stride,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
+    _add_block(
+        h, b, y, starts, counts, first, ranks, tl.program_id(1), width, h_stride, y_stride,
+        ROWS, RANKS, WIDTH, DOT,
+    )  # fmt: skip
+
+
+@triton.jit
+def _expand_siblings(
+    h, b, c, d, y, z, u, starts, counts, first, ranks, width, second_width, third_width, all_ranks,
+    h_stride, y_stride, z_stride, u_stride,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    block, blocks, more = tl.program_id(1), tl.cdiv(width, WIDTH), tl.cdiv(second_width, WIDTH)
+    if block < blocks:
+        _add_block(
+            h, b, y, starts, counts, first, ranks, block, width, h_stride, y_stride,
+            ROWS, RANKS, WIDTH, DOT,
+        )  # fmt: skip
+    elif block < blocks + more:
+        _add_block(
+            h + all_ranks, c, z, starts, counts, first, ranks, block - blocks, second_width,
+            h_stride, z_stride, ROWS, RANKS, WIDTH, DOT,
+        )  # fmt: skip
+    else:
+        _add_block(
+            h + 2 * all_ranks, d, u, starts, counts, first, ranks, block - blocks - more, third_width,
+            h_stride, u_stride, ROWS, RANKS, WIDTH, DOT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_block(
+    h, b, y, starts, counts, first, ranks, block, width, h_stride, y_stride,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     rank = tl.load(ranks + tile)
     row = tl.load(starts + tile) + tl.arange(0, ROWS)
     is_row = tl.arange(0, ROWS) < tl.load(counts + tile)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    column = block * WIDTH + tl.arange(0, WIDTH)
     is_column = column < width
     matrix = b + tl.load(first + tile).to(tl.int64) * width
     total = tl.zeros((ROWS, WIDTH), tl.float32)
