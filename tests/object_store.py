@@ -20,13 +20,14 @@ URL = f"s3://{BUCKET}/prefix"
 
 
 class ObjectStoreServer:
-    """`objects` are the bytes by key. `refuses` are methods that get `status`, and `slow` are seconds before
-    each answer."""
+    """`objects` are the bytes by key, of which it takes `most`. `refuses` are methods that get `status`, and
+    `slow` are seconds before each answer."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.changed: dict[str, float] = {}
         self.refuses: frozenset[str] = frozenset()
+        self.most = 1_000_000
         self.status, self.slow = 507, 0.0
         self.asked: list[tuple[str, str]] = []
         self._parts: dict[str, dict[int, bytes]] = {}
@@ -86,7 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         key = unquote(url.path).removeprefix(f"/{BUCKET}").lstrip("/")
         self.store.asked.append((self.command, key))
         time.sleep(self.store.slow)
-        if self.command in self.store.refuses:
+        is_full = self.command == "PUT" and len(self.store.objects) >= self.store.most
+        if is_full or self.command in self.store.refuses:
             self._say(
                 self.store.status, b"<Error><Code>StorageFull</Code><Message>no space left</Message></Error>"
             )

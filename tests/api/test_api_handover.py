@@ -128,6 +128,9 @@ def test_jobs_and_batches_are_handed_over_and_their_old_server_publishes_nothing
             assert (names.count("batch_output"), names.count("fine-tune-results")) == (1, 1)
         told = (await a.client().fine_tuning.jobs.list_events(job.id)).data
         assert sum(one.message.startswith("Checkpoint created at step 2") for one in told) == 1
+        row = await b.state.store.adapters.find("local", done.fine_tuned_model or "", "tiny")
+        # The second owner's or a later one's: what the first one has put before its end is never in the way.
+        assert row is not None and re.search(r"\.[2-9]\d*$", row.path.name), row
         kept = [one.name for one in (a.state.store.folder / "files").iterdir()]
         of_batch = [name for name in kept if batch.id.removeprefix("batch_") in name]
         # The second owner, or a later one: a busy machine lets leases of two seconds end.

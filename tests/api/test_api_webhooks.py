@@ -1,5 +1,6 @@
 """Webhooks: signed, sent again until they are taken, bounded, and to public addresses alone."""
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -230,7 +231,17 @@ def test_the_operator_is_told_of_batches_responses_and_runs_of_evals(
         done = await client.responses.create(**behind)
         await client.responses.create(**{**behind, "background": False})  # whose client has its end
         expected |= {("response.cancelled", cancelled.id), ("response.completed", done.id)}
-        await world.until(lambda: len(receiver.got) == 7)
+        world.engine.script = lambda request, place: 5
+        late, runs = await client.responses.create(**behind), world.app.state.responses
+        expected.add(("response.completed", late.id))
+        row, task = await world.state.store.responses.get("local", late.id), runs._runs[late.id].task
+        world.say("Bye.")
+        while not task.done():
+            await asyncio.sleep(0)
+        assert late.id in runs._runs, "its end is stored, and has not been noticed"
+        await runs.cancel(row)
+        await runs.wait(late.id)
+        await world.until(lambda: len(receiver.got) == 8)
         told = [(one["type"], one["data"]["id"]) for one in receiver.bodies()]  # type: ignore[index]
         assert sorted(told) == sorted(expected)
 

@@ -8,7 +8,8 @@ import zstandard
 from sqlalchemy import Engine, event
 
 from coserve.core.request import Request
-from coserve.serve.tinker import turns
+from coserve.errors import StateError
+from coserve.serve.tinker import checkpoints, turns
 from coserve.serve.tinker.checkpoints import MOST_TEMPORARY
 from coserve.serve.tinker.routes import futures
 from coserve.wire.messages import (
@@ -161,6 +162,37 @@ def test_paths_are_immutable_and_outlive_the_server(play: Play) -> None:
         assert [one.name for one in folder.iterdir()] == [key]
         deleted = await world.http.delete(f"/api/v1/training_runs/{run}/checkpoints/sampler_weights/step")
         assert deleted.status_code == 204 and not list(folder.iterdir()) and key not in world.engine.adapters
+
+    play(story)
+
+
+def test_a_save_that_was_promised_waits_for_storage_that_is_away(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_AGAIN", 0.01)
+
+    async def story(world: World) -> None:
+        caller, kept = Caller(world), world.state.store.tinker_checkpoints
+        run, real, tries = await caller.run(), kept.add, list[str]()
+
+        async def away(row: Any, *given: Any) -> Any:
+            tries.append(row.name)
+            if len(tries) == 2:  # this time it is stored, and the connection breaks before it tells so
+                await real(row, *given)
+            if len(tries) != 3:
+                raise StateError("the database cannot be used now")
+            return await real(row, *given)
+
+        monkeypatch.setattr(kept, "add", away)
+        body = {"model_id": run, "seq_id": 1, "path": "x"}
+        saved = await caller.result(await caller.post("save_weights", body))
+        assert saved["path"] == f"tinker://{run}/weights/x" and tries == ["x"] * 3
+        rows, number = await kept.page("local", 0.0)
+        assert number == 1 and (world.state.store.folder / rows[0].path).is_dir()
+        world.state.link.patience = 0.0
+        body |= {"seq_id": 2, "path": "y"}
+        refused = await caller.result(await caller.post("save_weights", body))
+        assert refused["category"] == "server" and "cannot be used now" in refused["error"]
 
     play(story)
 

@@ -15,6 +15,7 @@ from coserve.serve.http.quotas import DISK_RESERVE
 from coserve.serve.store import keys
 from coserve.serve.store.database import Database
 from serving import Play, World
+from tinkering import Caller, passed
 from training import create, upload
 
 SEEDS = range(2)
@@ -308,3 +309,37 @@ def test_jobs_at_once_never_pass_the_quota_together(play: Play) -> None:
         await create(world, training_file=file)
 
     play(story, max_jobs_tenant=3)
+
+
+def test_what_is_kept_of_a_training_run_fills_nobody_elses_room(play: Play) -> None:
+    async def story(world: World) -> None:
+        secrets = [(await world.state.store.tenants.create_key(name))[1] for name in ("ann", "bob")]
+        ann, bob = (Caller(world, secret) for secret in secrets)
+        lines = b'{"prompt": "a", "completion": "b"}\n' * 300
+        file = (await send_file(world, lines, secrets[0])).json()["id"]
+        run, other = await ann.run(), await bob.run()
+
+        async def passes(caller: Caller, run: str, number: int) -> Any:
+            return await caller.post("forward_backward", passed(run, number, (5,) * 400))
+
+        number = 1
+        while (answer := await passes(ann, run, number)).status_code == 200:
+            number += 1
+            assert number < 20, "a bound of 40 kB, and 5 kB for each pass"
+        code, message = told(answer)
+        assert (answer.status_code, code) == (429, "quota_exceeded") and message.count(". ") == 0
+        assert number > 3 and "may have 40000" in message
+        for again in range(1, 4):
+            assert "error" not in await bob.result(await passes(bob, other, again))
+        deleted = await world.http.delete(
+            f"/v1/files/{file}", headers={"authorization": f"Bearer {secrets[0]}"}
+        )
+        assert deleted.status_code == 200
+        assert (await passes(ann, run, number)).status_code == 200, "its number was not lost"
+        await ann.result(await ann.post("unload_model", {"model_id": run}))
+        owner = await world.state.store.tenants.of_key(secrets[0])
+        assert owner is not None
+        kinds = {one.kind for one in await world.state.store.tenants.kept(owner.id)}
+        assert "tinker_runs" in kinds and "tinker_requests" not in kinds
+
+    play(story, max_bytes_tenant=40_000)

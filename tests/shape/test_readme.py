@@ -139,3 +139,13 @@ def test_commands_have_the_options_shown(page: Path) -> None:
 @pytest.mark.parametrize("path", re.findall(r"\]\((docs/[^)#]+)\)", README))
 def test_links_lead_somewhere(path: str) -> None:
     assert (ROOT / path).exists()
+
+
+def test_files_that_pages_name_are_there() -> None:
+    """LOG.md tells of those that are gone."""
+    parts = [ROOT / one for one in ("src", "benchmarks", "tests", "examples", "deploy", "docs")]
+    there = {str(one) for part in parts for one in part.rglob("*.*")}
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(r"`(\w[\w/]*\.(?:py|js|c|toml))`", page.read_text()):
+            is_there = any(one.endswith(f"/{name}") for one in there)
+            assert is_there or page.name == "LOG.md", f"{page.name} names {name}"

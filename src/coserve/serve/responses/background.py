@@ -28,11 +28,12 @@ _AGAIN_SECONDS: Final = 1.0  # until a full queue, or a database that cannot be 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A response under way."""
+    """A response under way. `stored` is the status of its end, once that is stored."""
 
     tenant: str
     task: asyncio.Task[None]
     work: ResponseWork | None = None
+    stored: str | None = None
     is_cancelled: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -104,7 +105,8 @@ class ResponseRuns:
         try:
             if writer.status not in ENDED:
                 writer.cancel()
-            await end_in_background(self._state, row, writer)  # also waits where its end is being stored
+            # Also waits where its end is being stored.
+            run.stored = await end_in_background(self._state, row, writer)
         finally:
             self._ended(row, run)
 
@@ -119,8 +121,11 @@ class ResponseRuns:
         task.add_done_callback(lambda _: None if run.is_cancelled else self._ended(row, run))
 
     def _ended(self, row: ResponseRecord, run: _Run) -> None:
+        """Called once for each run, however many have seen its end: so webhooks are told once."""
         del self._runs[row.id]
         run.over.set()
+        if run.stored is not None:
+            self._state.alert(f"response.{run.stored}", id=row.id)
         self._counts[row.tenant] -= 1
         if not self._counts[row.tenant]:
             del self._counts[row.tenant]
@@ -134,6 +139,7 @@ class ResponseRuns:
                         run.work = await self._again(row)
                     async for _ in produced(self._state, run.work):
                         pass
+                    run.stored = run.work.writer.status
                     return
                 except LeaseLost as lost:
                     log.warning("%s", lost)
@@ -144,7 +150,7 @@ class ResponseRuns:
                         raise
                 await asyncio.sleep(_AGAIN_SECONDS)
         except Exception as error:
-            await self._fail(row, run.work, error)
+            run.stored = await self._fail(row, run.work, error)
 
     async def _again(self, row: ResponseRecord) -> ResponseWork:
         """The work of a response that was under way when the server ended."""
@@ -155,8 +161,9 @@ class ResponseRuns:
         body = await self._state.bodies.run(row.tenant, _body_of, row.request, items)
         return await prepared(self._state, tenant, body, row)
 
-    async def _fail(self, row: ResponseRecord, work: ResponseWork | None, error: Exception) -> None:
-        """Ends a response that cannot be made; one that is complete could not be stored."""
+    async def _fail(self, row: ResponseRecord, work: ResponseWork | None, error: Exception) -> str | None:
+        """Ends a response that cannot be made; one that is complete could not be stored. Returns the status
+        that is stored, None where another server has the response."""
         writer = restored(row.body.encode()) if work is None else work.writer
         if writer.status not in ENDED:
             told = error if isinstance(error, ApiError) else ApiError.of(contained(error, "a response"))
@@ -165,7 +172,8 @@ class ResponseRuns:
             try:
                 return await end_in_background(self._state, row, writer)
             except LeaseLost as lost:
-                return log.warning("%s", lost)
+                log.warning("%s", lost)
+                return None
             except CoserveError as failed:
                 log.warning("the response %s cannot be stored now: %s", row.id, failed)
                 await asyncio.sleep(_AGAIN_SECONDS)

@@ -86,12 +86,11 @@ class ResponseWork:
         await state.store.responses.add(row, [*self.items, *made])
 
 
-async def end_in_background(state: State, row: ResponseRecord, writer: ResponseWriter) -> None:
-    """Stores the end of a response that was made in the background, and then tells the operator's webhooks.
-    Raises LeaseLost."""
+async def end_in_background(state: State, row: ResponseRecord, writer: ResponseWriter) -> str | None:
+    """Stores the end of a response that was made in the background, unless it has one. Returns the status
+    that is stored, None where the response has been removed. Raises LeaseLost."""
     row, made = await state.bodies.run(row.tenant, _ended, row, writer)
-    await state.store.responses.end(row, made)
-    state.alert(f"response.{row.status}", id=row.id)
+    return await state.store.responses.end(row, made)
 
 
 def _ended(row: ResponseRecord, writer: ResponseWriter) -> tuple[ResponseRecord, list[ItemRecord]]:

@@ -631,7 +631,7 @@ class LeaseRecord(TableRow):
 
 class TinkerRequest(TableRow):
     """A part of a request that a training run has accepted, as it was sent, by its number: see `run_log.py`.
-    Part 0 is written last, and has the outcome."""
+    Part 0 is written last, and has the outcome. `bytes` are those of `data`."""
 
     __tablename__ = "tinker_requests"
 
@@ -641,6 +641,8 @@ class TinkerRequest(TableRow):
     kind: Mapped[str]
     encoding: Mapped[str]
     data: Mapped[bytes]
+    tenant: Mapped[str] = mapped_column(default="", server_default="")
+    bytes: Mapped[int] = mapped_column(default=0, server_default="0")
     outcome: Mapped[JsonObject | None] = mapped_column(default=None)
 
 
@@ -654,6 +656,8 @@ class TinkerState(TableRow):
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     path: Mapped[Path]
     optimizer: Mapped[bool]
+    tenant: Mapped[str] = mapped_column(default="", server_default="")
+    bytes: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,23 +46,22 @@ class ResponseStore:
 
         await self._database.write(write)
 
-    async def end(self, row: ResponseRecord, output: Sequence[ItemRecord]) -> bool:
-        """Stores the end of a response that this server makes; False where it is not under way any more.
-        Raises LeaseLost where another server has taken it."""
+    async def end(self, row: ResponseRecord, output: Sequence[ItemRecord]) -> str | None:
+        """Stores the end of a response that this server makes, unless it has ended. Returns its status then,
+        None where it has been removed. Raises LeaseLost where another server has taken it."""
 
-        def write(session: Session) -> bool:
+        def write(session: Session) -> str | None:
             self._leases.require(session, "response", row.id)
-            is_own = ResponseRecord.id == row.id, ResponseRecord.status.in_(UNDER_WAY)
-            found = session.scalar(select(ResponseRecord).where(*is_own))
-            if found is None:
-                return False
+            found = session.scalar(select(ResponseRecord).where(ResponseRecord.id == row.id))
+            if found is None or found.status not in UNDER_WAY:
+                return None if found is None else found.status
             found.status, found.body, found.request = row.status, row.body, None
             of_input = session.scalars(select(ItemRecord).where(ItemRecord.response == row.id)).all()
             for item in of_input:
                 item.conversation = row.conversation
             _join(session, row, [*of_input, *output])
             session.add_all(output)
-            return True
+            return row.status
 
         return await self._database.write(write)
 

@@ -3,20 +3,24 @@
 A run's log is the requests that its owner has promised to carry out, as they were sent, since the oldest
 state that is kept of it; and that state. Request 0 is the one that made the run: without it a log is not
 whole, and nobody goes on from it. Every change compares the run's lease, so a server that has lost it changes
-nothing.
+nothing. Requests and states count towards the tenant's quotas, as all that is kept of it.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from coserve.errors import QuotaExceeded
 from coserve.serve.artifacts.local import ArtifactStore
 from coserve.serve.store.database import Database
 from coserve.serve.store.leases import Leases
+from coserve.serve.store.quotas import Quotas, bytes_in
 from coserve.serve.store.records import TinkerRequest, TinkerState
 from coserve.serve.store.tinker import LEASED, note_outcome
 
@@ -49,31 +53,57 @@ class RunLog:
     """The logs of all runs. Methods that write raise LeaseLost where another server has the run, and
     StateError while the database or the artifact store is away."""
 
-    def __init__(self, database: Database, folder: Path, artifacts: ArtifactStore, leases: Leases) -> None:
-        self._database, self._folder = database, folder
+    def __init__(
+        self, database: Database, folder: Path, quotas: Quotas, artifacts: ArtifactStore, leases: Leases
+    ) -> None:
+        self._database, self._folder, self._quotas = database, folder, quotas
         self._artifacts, self._leases = artifacts, leases
 
-    async def add(self, run: str, number: int, kind: str, data: bytes, encoding: str = "") -> None:
-        """Keeps a request; one that is there stays."""
+    async def add(self, tenant: str, run: str, request: LoggedRequest) -> None:
+        """Keeps a request of a tenant's run; one that is there stays. Raises QuotaExceeded for one with data,
+        and keeps nothing of it. The row of a run has its own check, and what has no data only takes its
+        turn."""
+        number, data = request.number, request.data
         pieces = [data[start : start + PART] for start in range(0, len(data), PART)] or [b""]
-        for part in reversed(range(len(pieces))):  # without part 0 there is no request
 
-            def write(session: Session, part: int = part) -> None:
-                self._leases.require(session, LEASED, run)
-                if session.get(TinkerRequest, (run, number, part)) is None:
-                    session.add(TinkerRequest(run, number, part, kind, encoding, pieces[part]))
+        def write(session: Session, part: int) -> None:
+            if session.get(TinkerRequest, (run, number, part)) is not None:
+                return
+            piece, left = pieces[part], sum(map(len, pieces[:part]))
+            session.add(
+                TinkerRequest(run, number, part, request.kind, request.encoding, piece, tenant, len(piece))
+            )
+            if number and data:
+                self._quotas.check_kept(session, tenant, left, part)
 
-            await self._database.write(write)
+        try:
+            for part in reversed(range(len(pieces))):  # without part 0 there is no request
+                await self._write(run, partial(write, part=part))
+        except QuotaExceeded:  # others of the tenant have taken the room meanwhile
+            own = TinkerRequest.run == run, TinkerRequest.number == number
+            await self._write(run, lambda session: session.execute(delete(TinkerRequest).where(*own)))
+            raise
 
     async def finish(self, run: str, number: int, outcome: dict[str, Any]) -> None:
         """Notes what a request's client is told: nobody carries it out again."""
         await self._write(run, lambda session: note_outcome(session, run, number, outcome))
 
-    async def keep(self, run: str, number: int, folder: Path, optimizer: bool) -> None:
-        """Keeps a state of a run after its request `number`, whose files are in `folder`."""
+    async def keep(self, tenant: str, run: str, number: int, folder: Path, optimizer: bool) -> None:
+        """Keeps a state of a tenant's run after its request `number`, whose files are in `folder`. Raises
+        QuotaExceeded."""
+        nbytes = await asyncio.to_thread(bytes_in, folder)
         await self._artifacts.put(folder)
-        row = TinkerState(run, number, folder.relative_to(self._folder), optimizer)
-        await self._write(run, lambda session: session.merge(row))
+        row = TinkerState(run, number, folder.relative_to(self._folder), optimizer, tenant, nbytes)
+
+        def write(session: Session) -> None:
+            session.merge(row)
+            self._quotas.check_kept(session, tenant)
+
+        await self._write(run, write)
+
+    async def check_room(self, tenant: str) -> None:
+        """Raises QuotaExceeded where the tenant may keep nothing more."""
+        await self._database.read(lambda session: self._quotas.check_kept(session, tenant, 1, 1))
 
     async def trim(self, run: str, number: int) -> None:
         """Forgets requests up to the kept state after the request `number`, and older states."""

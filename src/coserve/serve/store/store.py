@@ -134,7 +134,7 @@ class Store:
         self.tinker_checkpoints = TinkerCheckpointStore(
             self._database, self.folder, quotas, self.artifacts, self.leases
         )
-        self.run_log = RunLog(self._database, self.folder, self.artifacts, self.leases)
+        self.run_log = RunLog(self._database, self.folder, quotas, self.artifacts, self.leases)
         self.responses = ResponseStore(self._database, quotas, self.leases)
         self.conversations = ConversationStore(self._database, quotas)
         self.chats = ChatStore(self._database, clock, quotas)

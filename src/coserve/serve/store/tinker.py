@@ -187,6 +187,8 @@ class TinkerCheckpointStore:
                 TinkerCheckpoint.name == row.name,
             )
             before = session.scalar(same)
+            if before is not None and before.id == row.id:
+                return None  # it was stored, and the connection broke before that could be told
             if before is not None:
                 if not replace:
                     raise FileExistsError(row.tinker_path)

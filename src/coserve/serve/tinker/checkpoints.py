@@ -2,11 +2,13 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from coserve.errors import StateError
 from coserve.serve.errors import ApiError, not_found
 from coserve.serve.state import State
 from coserve.serve.store.durable import link_files, settle
@@ -16,9 +18,24 @@ from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, Tin
 from coserve.serve.tinker.schema import CopyWeightsRequest
 from coserve.serve.tinker.sessions import ClientSessions
 
+R = TypeVar("R")
 MOST_TEMPORARY: Final = 16  # unnamed checkpoints of one run, for samplers
 _MOMENT: Final = 0.05  # seconds
+_AGAIN: Final = 0.5  # seconds until the next attempt while the database or the artifact store is away
 _DISCARDING: Final[set["asyncio.Task[None]"]] = set()  # of tasks: the loop alone would not keep them
+
+
+async def insistently(work: Callable[[], Awaitable[R]], patience: float) -> R:
+    """Does work, again for `patience` seconds while the database or the artifact store is away: its client
+    has a promise, and does not ask for it again. Raises StateError after that."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return await work()
+        except StateError:
+            if time.monotonic() >= end:
+                raise
+        await asyncio.sleep(_AGAIN)
 
 
 async def readable_checkpoint(state: State, tenant: Tenant, path: str) -> TinkerCheckpoint:
@@ -120,9 +137,11 @@ async def add_checkpoint(
     copied: bool = False,
     replace: bool = False,
     outcome: tuple[int, dict[str, Any]] | None = None,
+    patience: float = 0.0,
 ) -> TinkerCheckpoint:
     """Adds a checkpoint whose files are in `source`. They are moved; with `copied` the source stays. It is
-    the `outcome` of the run's request with a number.
+    the `outcome` of the run's request with a number. While storage is away it is tried for `patience`
+    seconds.
 
     A path in use is an error (ApiError 400) unless `replace`. Copies of one path are all the same, so the
     existing one is returned. Raises QuotaExceeded. After an error nothing is left but the source of a copy.
@@ -131,7 +150,9 @@ async def add_checkpoint(
     try:
         await asyncio.to_thread(_place, source, folder, copied)
         row.path, row.bytes = store.path_of(folder), await asyncio.to_thread(bytes_in, folder)
-        before = await store.tinker_checkpoints.add(row, replace, copied, outcome)
+        before = await insistently(
+            lambda: store.tinker_checkpoints.add(row, replace, copied, outcome), patience
+        )
     except FileExistsError:
         await store.artifacts.discard(folder)
         if copied:

@@ -32,9 +32,9 @@ class Handover:
 
     async def accept(self, run: OpenRun, request: LoggedRequest) -> None:
         """Keeps a request of a run. Beyond the bounds all requests go, and nobody can go on with the run
-        until its next state. Raises LeaseLost and StateError."""
+        until its next state. Raises LeaseLost, StateError, and QuotaExceeded where it has no room."""
         own, id = run.backlog, run.row.id
-        await self._log.add(id, request.number, request.kind, request.data, request.encoding)
+        await self._log.add(run.tenant.id, id, request)
         own.note(request)
         if own.newer is not None and (own.is_full or self._is_read(run, own.newer)):
             await self._trim(run, own.newer)
@@ -46,7 +46,7 @@ class Handover:
         """Keeps the state that a run begins with. Raises CoserveError, and OSError."""
         folder = self._folder(run)
         await asyncio.to_thread(link_files, source, folder)
-        await self._log.keep(run.row.id, 0, folder, optimizer)
+        await self._log.keep(run.tenant.id, run.row.id, 0, folder, optimizer)
 
     def changed(self, run: OpenRun, is_load: bool) -> None:
         """Notes that an optimizer step, or a load of other weights, was carried out: a state is kept now and
@@ -76,15 +76,16 @@ class Handover:
         folder, own, is_kept = self._folder(run), run.backlog, False
         partial = folder.with_name(f".{folder.name}")
         try:
+            await self._log.check_room(run.tenant.id)  # before the engine writes what would be dropped
             await asyncio.to_thread(partial.mkdir)
             saved = run.trainer.save(partial, True)
             number = own.change  # what is sent after this is not in the state
             await asyncio.to_thread(settle, await saved, folder)
             if number >= own.missing and number != own.refused:
-                await self._log.keep(run.row.id, number, folder, True)
+                await self._log.keep(run.tenant.id, run.row.id, number, folder, True)
                 is_kept = True
                 if own.missing:
-                    await self._log.add(run.row.id, 0, own.first.kind, own.first.data)
+                    await self._log.add(run.tenant.id, run.row.id, own.first)
                 own.missing, own.newer = 0, number
                 if self._is_read(run, number):
                     await self._trim(run, number)

@@ -14,7 +14,7 @@ from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSampler
 from coserve.serve.store.run_log import LoggedRequest
 from coserve.serve.store.usage import Used
-from coserve.serve.tinker.checkpoints import add_checkpoint, in_use, trim_temporary
+from coserve.serve.tinker.checkpoints import add_checkpoint, in_use, insistently, trim_temporary
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting, Withdrawn
 from coserve.serve.tinker.open_run import OpenRun
 from coserve.serve.tinker.passes import PassRequest, pass_payload, read_pass
@@ -145,11 +145,15 @@ class RunRequests:
             id = f"{run.row.session}:sample:{body.sampling_session_seq_id}"
             sampler = TinkerSampler(id, tenant.id, run.row.session, row.tinker_path, self._now())
             store, said["sampling_session_id"] = self._state.store, id
-            if not await store.tinker_sessions.add(sampler):
-                there = await store.tinker_sessions.get(TinkerSampler, tenant.id, id)
-                if there is None or there.model != row.tinker_path:
-                    raise ApiError(400, f"There is a sampling session '{id}' already.")
-            await store.run_log.finish(run.row.id, body.seq_id, said)
+
+            async def finish() -> None:
+                if not await store.tinker_sessions.add(sampler):
+                    there = await store.tinker_sessions.get(TinkerSampler, tenant.id, id)
+                    if there is None or there.model != row.tinker_path:
+                        raise ApiError(400, f"There is a sampling session '{id}' already.")
+                await store.run_log.finish(run.row.id, body.seq_id, said)
+
+            await insistently(finish, self._state.link.patience)
             await trim_temporary(self._state, run.row.session, run.row.id)
             return Payload.of(said)
 
@@ -176,9 +180,12 @@ class RunRequests:
         id, number = body.model_id, body.seq_id
 
         async def load(run: OpenRun, submit: "SendInTurn") -> Payload:
-            async with in_use(self._state, tenant, body.path) as source:
-                check_source(source, body, run.row.base)
-                own = await run.trainer.take(self._state.store.folder / source.path)
+            async def take() -> Path:
+                async with in_use(self._state, tenant, body.path) as source:
+                    check_source(source, body, run.row.base)
+                    return await run.trainer.take(self._state.store.folder / source.path)
+
+            own = await insistently(take, self._state.link.patience)
             await submit(lambda: run.trainer.load(own, body.optimizer), number)
             self._runs.handover.changed(run, is_load=True)
             return Payload.of({"type": "load_weights", "path": body.path, "model_id": id})
@@ -300,15 +307,18 @@ class RunRequests:
     ) -> None:
         """Has the engine write a checkpoint into a folder of its own, and adds its row, with the `outcome`
         of the request with a number."""
-        store = self._state.store
-        await store.tinker_checkpoints.check_room(run.tenant.id)
+        store, patience = self._state.store, self._state.link.patience
+        await insistently(lambda: store.tinker_checkpoints.check_room(run.tenant.id), patience)
         staging = store.folder / "tinker" / f".{row.id}"
         try:
             if state:
                 await asyncio.to_thread(staging.mkdir)
             written = await submit(lambda: run.trainer.save(staging, state))
-            await add_checkpoint(self._state, row, written, replace=replace, outcome=outcome)
-            await store.tinker_sessions.change(TinkerRun, run.row.id, used=run.row.used)
+            await add_checkpoint(self._state, row, written, False, replace, outcome, patience)
+            used = run.row.used
+            await insistently(
+                lambda: store.tinker_sessions.change(TinkerRun, run.row.id, used=used), patience
+            )
         finally:
             await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
 

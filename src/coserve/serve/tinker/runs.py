@@ -192,7 +192,7 @@ class Runs:
                 await self._follow_left(tenant, id)
             if not await self._state.store.leases.claim(LEASED, id):
                 raise elsewhere(id)
-            await self._state.store.run_log.add(id, 0, first.kind, first.data)
+            await self._state.store.run_log.add(tenant.id, id, first)
             return futures.begin(tenant.id, name, first.kind, made)
         except BaseException:
             self._opening.discard(id)

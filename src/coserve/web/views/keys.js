@@ -6,6 +6,7 @@ import { Options } from "./common.js";
 const KINDS = {
   files: "Files", adapters: "Adapters", jobs: "Fine-tuning jobs", events: "Events of jobs", checkpoints: "Checkpoints", quarantine: "Quarantined work",
   tinker_sessions: "Tinker sessions", tinker_samplers: "Tinker samplers", tinker_runs: "Tinker runs", tinker_checkpoints: "Tinker checkpoints",
+  tinker_requests: "Requests of Tinker runs", tinker_states: "States of Tinker runs",
   creations: "Idempotency keys", responses: "Responses", conversations: "Conversations", response_items: "Items of responses", chat_completions: "Stored chats",
   batches: "Batches", uploads: "Uploads", checkpoint_permissions: "Shared checkpoints", evals: "Evals", eval_runs: "Runs of evals", eval_items: "Items of evals",
 };

@@ -185,8 +185,8 @@ def test_a_store_that_is_full_slow_or_gone_says_so_and_nothing_is_half_there(
 ) -> None:
     async def story(a: SharedArtifacts, b: SharedArtifacts) -> None:
         path = adapter(tmp_path / "a")
-        if fault == "full":
-            s3.refuses = frozenset({"PUT"})
+        if fault == "full":  # after the first file
+            s3.most = 1
         elif fault == "slow":
             s3.slow = 1.5
         else:
@@ -199,7 +199,7 @@ def test_a_store_that_is_full_slow_or_gone_says_so_and_nothing_is_half_there(
         assert not any(key.endswith(MANIFEST) for key in s3.objects)
         if fault == "gone":
             return
-        s3.refuses, s3.slow = frozenset(), 0.0
+        s3.most, s3.slow = 100, 0.0
         await a.put(path)
         assert found(await b.get(tmp_path / "b" / "adapters" / "adapter-1")) == PARTS
 
