@@ -296,8 +296,8 @@ class _Inside:
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         return y
 
-    def has_bypass(self, path: str) -> bool:
-        return False
+    def changed(self, path: str) -> int:
+        return 0
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         raise AssertionError("a mixer with states attends to nothing")

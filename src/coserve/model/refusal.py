@@ -24,6 +24,15 @@ INSTEAD: Final = "use a decoder such as Llama, Qwen3 or Gemma 3"
 _SPARSE: Final = frozenset(
     {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 )
+# Types whose layers hand on more than a hidden state and keys and values, in ways of their own.
+_HANDED_ON: Final = {
+    "rwkv": "it mixes each row with the one before ahead of its linears, and hands states on as arguments",
+    "zaya": "its routers hand numbers on from layer to layer, beside the hidden state",
+    **dict.fromkeys(
+        ("deepseek_v4", "glm5_next", "glm5_next_text", "qwen4_exp", "qwen4_exp_text"),
+        "its layers hand on several hidden states, which hyper-connections mix",
+    ),
+}
 # Fields of a configuration that say how weights were quantized: transformers', compressed-tensors' old one,
 # and MLX's.
 _QUANTIZED: Final = ("quantization_config", "compression_config", "quantization")
@@ -82,6 +91,8 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
     if config.is_encoder_decoder:
         raise unsupported(config.model_type, ENCODER_DECODER)
     text, name = config.get_text_config(), config.model_type
+    if (why := _HANDED_ON.get(name)) is not None:
+        raise unsupported(name, why)
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds & _SPARSE:
         raise unsupported(name, "its sparse attention chooses keys by an index of its own")
