@@ -45,7 +45,7 @@ def with_labels(tokens: list[list[int]]) -> list[list[int]]:
     return [[*one[1:], -100] for one in tokens]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 def test_windowed_gradients_are_pefts(name: str, tmp_path: Path) -> None:
     """In windows that begin before, at and behind invocations, with every save policy. On a text without
     the tokens the adapter does not act, and nothing trains."""

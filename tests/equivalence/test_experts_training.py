@@ -6,13 +6,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 
-from coserve import Engine, EngineConfig, LoRAConfig, TrainingConfig
+from coserve import LoRAConfig, TrainingConfig
 from coserve.adapters.experts import ExpertsLoRA
 from coserve.adapters.settings import left_untrained
 from coserve.errors import AdapterError, AdapterMismatch
 from coserve.train.example import Example
 from methods import case_of, engine_of, in_files, trained_by_peft, windowed_errors, with_peft
-from models import Exact, logits_of, prompts, tiny
+from models import Exact, logits_of, tiny
 from passages import worst
 
 PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
-from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, exact_type
 from coserve.adapters.method import named
 from coserve.adapters.saved import PREFIX, Saved

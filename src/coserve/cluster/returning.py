@@ -71,9 +71,8 @@ def trained(
     hidden = _checked(base, span, message, tensors)
     own = version.parameters()
     version = version.with_parameters({name: x.detach().requires_grad_() for name, x in own.items()})
-    rows = range(sum(message.lengths))
     active = None if message.active is None else [range(*span) for span in message.active]
-    bypasses = bypasses_of(version, message.seed, rows, active, base.shards.dropout_part)
+    bypasses = bypasses_of(version, message.seed, range(len(hidden[0])), active, base.shards.dropout_part)
     store = BlockStore(base, message.lengths, hidden[0], message.first)
     window = store.window(0, store.rows)
     calls = store.calls_for(window)

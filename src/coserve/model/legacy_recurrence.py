@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.xlstm import modeling_xlstm
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
     RecurrentGemmaRecurrentBlock,
     RecurrentGemmaRglru,
     SqrtBoundDerivative,
 )
+from transformers.models.xlstm import modeling_xlstm
 
 _STEEP = -8.0  # of the gate's logarithm, as in the paper
 # transformers' own xLSTM; where the package `xlstm` is installed it has layers of that.

@@ -355,6 +355,8 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
                 return None  # attention, which asks for other arguments
             _log.warning("%s cannot be run alone: %s: %s", path, type(error).__name__, error)
             part = "one of its recurrent layers cannot be run on its own (the log has the error)"
+            if isinstance(error, AttributeError) and error.obj is cache:
+                part = "its attention has states of its own beside keys and values"
             raise unsupported(base.model.config.model_type, part) from error
     if not cache.after:
         return None

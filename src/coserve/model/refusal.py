@@ -41,6 +41,8 @@ _SOURCES: Final = ("base_model", "base_model_name_or_path", "_name_or_path")
 _REPOSITORY: Final = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _CODE: Final = re.compile(r"\b[A-Z]?[a-z0-9]+[A-Z]\w*|\w\.\w+\.\w|__|<class|\[\d+, ")
 
+_LIBRARY: Final = re.compile(r"requires the ([\w-]{1,40}) library")  # as transformers says it
+
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +59,10 @@ def refusing(model: str, doing: str) -> Iterator[None]:
             raise ModelError(f"there is not enough memory for {model}") from error
         reason = str(error).strip().partition("\n")[0]
         _log.warning("%s %s: %s: %s", model, doing, type(error).__name__, reason)
+        if isinstance(error, ImportError) and (lacking := _LIBRARY.search(str(error))):
+            name = lacking[1]
+            said = f"transformers builds it with the package {name}, which is missing; use pip install {name}"
+            raise UnsupportedModel(f"{model} {doing}: {said}") from error
         raise UnsupportedModel(
             f"{model} {doing}: transformers' code for it fails (the log has the error); {INSTEAD}"
         ) from error

@@ -56,7 +56,7 @@ def test_what_is_refused(fields: Any, kind: type[Exception], said: str) -> None:
     [
         ("mixtral", {"target_modules": "all-linear"}, "3 modules such as model.layers.0.mlp.experts"),
         ("mixtral", {}, "untrained"),
-        ("mixtral", {"type": "ia3", "targets": []}, "bottleneck after the mixture"),
+        ("mixtral", {"type": "ia3", "targets": []}, "LoRA reaches them by name"),
         ("mixtral", {"targets": ["q_proj"]}, ""),
         ("mixtral", [{}, {"type": "bottleneck"}], ""),
         ("mixtral", {"type": "bitfit"}, ""),

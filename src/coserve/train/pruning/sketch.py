@@ -203,7 +203,8 @@ class SketchParameters(FrozenParameters):
             return torch.empty(self._sites[path].outputs, dtype=torch.float32)
 
     def experts(self, path: str) -> nn.Module:
-        return self._model.get_submodule(path)
+        module: nn.Module = self._model.get_submodule(path)
+        return module
 
     def embedded(self, tokens: Tensor) -> Tensor:
         width = self._model.get_input_embeddings().weight.shape[1]
