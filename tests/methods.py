@@ -27,10 +27,11 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from coserve import Engine, EngineConfig, SamplingParams, SavePolicy
+from coserve import Engine, EngineConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.files import read_adapter
 from coserve.adapters.methods import method_named
+from coserve.train.example import Example, epochs
 from models import logits_of, make_eager, tiny
 from passages import Case, Gradients, Passage, examples, mean_loss, worst
 from rounding import allowed, both_ways, error, largest
@@ -104,11 +105,12 @@ def case_of(
     folder: Path,
     trainable: Mapping[str, nn.Parameter] | None = None,
     dtype: torch.dtype = torch.float64,
+    data: tuple[list[list[int]], list[list[int]]] | None = None,
     **changes: Any,
 ) -> Case:
-    """Random examples, the adapter in `folder` (written by the oracle unless `trainable` is given), and the
-    oracle's loss and gradients, by the names that parameters have in files."""
-    tokens, labels = examples(random.Random(f"methods/{name}"), LENGTHS)
+    """Random examples (or tokens and labels of `data`), the adapter in `folder` (written by the oracle unless
+    `trainable` is given), and the oracle's loss and gradients, by the names that parameters have in files."""
+    tokens, labels = examples(random.Random(f"methods/{name}"), LENGTHS) if data is None else data
     oracle.zero_grad()
     loss = mean_loss(oracle, tokens, labels)
     loss.backward()
@@ -121,7 +123,7 @@ def case_of(
     adapter = read_adapter(folder, "probe", engine.base, dtype, engine.base.device)
     return Case(
         engine=engine,
-        lengths=LENGTHS,
+        lengths=tuple(map(len, tokens)),
         tokens=torch.tensor(list(itertools.chain(*tokens))),
         labels=torch.tensor(list(itertools.chain(*labels))),
         adapter=adapter,
@@ -153,6 +155,30 @@ def windowed_errors(
             [worst(got, case.wanted, floor), abs(loss - case.loss) / abs(case.loss)]
         )
     return errors
+
+
+def trained_by_peft(
+    model: nn.Module, folder: Path, data: Sequence[Example], config: TrainingConfig
+) -> PeftModel:
+    """The training of a job as anyone would write it with PEFT: the adapter in `folder`, one example at a
+    time, whole sequences."""
+    make_eager(model)
+    adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True, autocast_adapter_dtype=False)
+    flat = [p for p in adapted.eval().parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        flat,
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+    )
+    for batch in itertools.islice(
+        epochs(len(data), config.batch_size, config.epochs, config.seed), config.max_steps
+    ):
+        mean_loss(adapted, [[*data[i].tokens] for i in batch], [[*data[i].labels] for i in batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return adapted
 
 
 def in_files(adapter: AdapterVersion) -> dict[str, Tensor]:

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
+from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams
 from coserve.adapters.files import write_adapter
 from coserve.adapters.merge import merge_adapter
 from coserve.errors import AdapterError, RequestError
-from coserve.train.example import Example
 from models import logits_of, prompts, save, tiny, with_lora
 
 INVOKED = {"first": [7, 8], "second": [9, 7, 9]}
@@ -107,11 +106,6 @@ def test_what_they_do_not_do_is_refused(tmp_path: Path) -> None:
         engine.generate([1, 2, 8, 7], adapter="first", sampling=UNSCORED)
     with pytest.raises(AdapterError, match="no alternative"):
         engine.generate([1, 7, 8], adapter="plain", alternatives=["first"], sampling=UNSCORED)
-    data = [Example((1, 7, 8, 9), (7, 8, 9, -100))]
-    for start in ("first", None):
-        with pytest.raises(AdapterError, match="a job passes whole examples"):
-            method = LoRAConfig(invocation=(7, 8))
-            engine.finetune(data, "new", method, TrainingConfig(max_steps=1), start_from=start)
     with pytest.raises(AdapterError, match="cannot be merged"):
         merge_adapter(save(tiny("llama"), tmp_path / "model"), tmp_path / "first", tmp_path / "merged")
     for fields in ({"dora": True}, {"bias": "all"}, {"tokens": (1,)}, {"invocation": (1, -2)}):

@@ -21,17 +21,18 @@ from models import greedy, prompts
 from passages import LORA, Case, Passage, examples, mean_loss, worst
 
 # Layers of a type that may be recurrent, and are not; routed attention, shared keys and values, several
-# hidden states, sparse attention, masks of its own, a cache of its own, experts added to what a linear gives,
-# queries and keys clipped where they lie.
+# hidden states, sparse attention, a cache of its own, experts added to what a linear gives, queries and keys
+# clipped where they lie.
 SHORT = (
     "granitemoehybrid dense", "granitemoehybrid experts", "jetmoe", "gemma4_text", "gemma3n_text",
-    "deepseek_v32", "doge", "moshi", "llama4_text", "olmo",
+    "deepseek_v32", "moshi", "llama4_text", "olmo",
 )  # fmt: skip
 # Several hidden states; ALiBi; layers and attention older than the interfaces; embeddings that count
-# positions; encoders that were made decoders; caches and layers that are shared.
+# positions; encoders that were made decoders; caches and layers that are shared; biases made of values;
+# states that are arguments.
 EXACT = (
     "gemma3n_text", "mpt", "falcon alibi", "xglm", "openai-gpt", "gpt_neox_japanese", "diffllama", "roformer",
-    "minimax", "zamba2",
+    "minimax", "zamba2", "doge", "xlstm",
 )  # fmt: skip
 ANSWER, ROWS = 6, (9, 30, 4)
 TOLERANCE = 2e-3  # of gradients in float32, of each parameter's norm or of a hundredth of all

@@ -16,6 +16,7 @@ from clusters import KEY, cluster_engine, front_of, hosts
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, SavePolicy, TrainingConfig
 from coserve.cluster.host import BlockHost
 from coserve.errors import ConfigError, NotOffered
+from coserve.train.example import Example
 from coserve.train.objectives import DPO
 from models import prompts, save, tiny
 from waiting import wait_until
@@ -30,7 +31,8 @@ SETTINGS: dict[str, Any] = {
 UPPER = tuple(f"layers.{n}.{path}" for n in (3, 4) for path in ("self_attn.q_proj", "mlp.down_proj"))
 LORA = LoRAConfig(rank=2)
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
-QUESTIONS = prompts(random.Random(0), [5, 14])
+INVOKED = (7, 8)
+QUESTIONS = [[*prompt, *INVOKED] for prompt in prompts(random.Random(0), [5, 14])]
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +41,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny("llama", torch.float32, num_hidden_layers=DEPTH), tmp_path_factory.mktemp("t") / "model")
 
 
+def invoking(example: Example) -> Example:
+    """The example with an invocation before its fourth token."""
+    tokens = (*example.tokens[:3], *INVOKED, *example.tokens[3:])
+    return Example(tokens, (*tokens[1:], -100))
+
+
 Trained = tuple[dict[str, dict[str, Tensor]], list[list[int]], list[float]]
 
 
 def train(engine: Engine) -> Trained:
-    """Two jobs at once, one of them in the upper layers and the head alone, with dropout; answers beside
-    them, and of what they trained. Returns weights, tokens and losses."""
+    """Two jobs at once, one of them in the upper layers alone, with dropout, and from its invocation tokens
+    on; answers beside them, and of what they trained. Returns weights, tokens and losses."""
     training = TrainingConfig(batch_size=4, epochs=2, rows=48, learning_rate=3e-3)
-    upper = LoRAConfig(rank=3, dropout=0.2, targets=UPPER)
+    upper = LoRAConfig(rank=3, dropout=0.2, targets=UPPER, invocation=INVOKED)
     jobs = [
         engine.finetune(make_examples("a", 10), "whole", LORA, training),
-        engine.finetune(make_examples("b", 8), "upper", upper, training),
+        engine.finetune([*map(invoking, make_examples("b", 8))], "upper", upper, training),
     ]
     asked = [engine.generate(question, None, SAMPLING) for question in QUESTIONS]
     engine.run()

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         36,
     ),
     "deepseek_v32": ("deepseek_v32", LATENT, 40),
+    "doge": ("doge", {"num_hidden_layers": 2, "keep_window_size": 40}, 40),
     "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, "indexer_types": ["full", "shared", "full"]}, 40),
 }  # fmt: skip
 
@@ -76,6 +77,7 @@ UNLIMITED: dict[str, dict[str, Any]] = {
     "llama4": {"attention_chunk_size": 1024},
     "deepseek_v32": {"index_topk": 1024},
     "phimoe": {"sliding_window": 1024},
+    "doge": {"keep_window_size": 1024},
 }
 
 

@@ -24,7 +24,7 @@ from models import edit_config, linear_paths, logits_of, prompts, save, with_lor
 
 NAMES = (
     "gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llama4", "phi4_multimodal",
-    "internvl", "lfm2_vl", "llava_next", "kimi_k25",
+    "internvl", "lfm2_vl", "llava_next", "kimi_k25", "qwen3_5",
 )  # fmt: skip
 TOLERANCE = 1e-5  # of log-probabilities in float32, of the largest logit
 ANSWER = SamplingParams(max_tokens=4, ignore_eos=True, prompt_logprobs=3)

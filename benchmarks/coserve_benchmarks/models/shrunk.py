@@ -188,6 +188,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "xmod": {**_PADDED, "default_language": "en_XX", "languages": ["en_XX"]},
     "big_bird": {"attention_type": "original_full"},
     "zaya": {"num_experts_per_tok": 1},
+    "xlstm": {"hidden_size": 128},  # its cache rounds the width of keys up to 64, its layers do not
     "gemma3n_text": {"layer_types": _FULL_AND_SLIDING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {"layer_types": _FULL_AND_SLIDING},
     "gemma4_unified_text": {"layer_types": _FULL_AND_SLIDING},

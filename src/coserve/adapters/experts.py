@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
-from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, exact_type
 from coserve.adapters.method import named
 from coserve.adapters.saved import PREFIX, Saved
@@ -26,15 +25,9 @@ from coserve.errors import AdapterError, AdapterMismatch
 
 LAYOUT: Final = "0.19.1"  # the first version of PEFT that lays matrices out as they are written here
 _VERSION: Final = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?")
-# Attributes of a module that transformers' interface for experts computes.
-_INTERFACE: Final = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Tells whether transformers' interface for experts computes a module, so that its parts are known."""
-    down = getattr(module, "down_proj", None)
-    is_whole = isinstance(down, Tensor) and down.ndim == 3
-    return is_whole and all(isinstance(getattr(module, name, None), bool) for name in _INTERFACE)
+PARAMETERS: Final = ("gate_up_proj", "up_proj", "down_proj")  # that adapters stand beside
+# Fields of configurations with the number of a row's experts.
+_CHOSEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def pack_rows(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -62,6 +55,12 @@ class ExpertsLoRA(Bypass):
         down, up = ({n: parameters[f"{n}.{side}"] for n in self.down} for side in ("lora_A", "lora_B"))
         return replace(self, down=down, up=up)
 
+    def replayed(self, rows: int, dtype: torch.dtype) -> int:
+        """Each row's experts keep what enters and leaves their products, and what is between these."""
+        wide, inside = _widths(self.experts, self._first)[1], _widths(self.experts, "down_proj")[1]
+        ranks = sum(down.shape[1] for down in self.down.values())
+        return 2 * rows * self._chosen * (3 * wide + 4 * inside + ranks) * dtype.itemsize
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """The mixture's output for the rows x of `pack_rows`; y, that of the base alone, is not used."""
         width = y.shape[-1]
@@ -71,13 +70,25 @@ class ExpertsLoRA(Bypass):
         found = torch.zeros_like(y, dtype=x.dtype)
         for expert in torch.unique(index).tolist():
             rows, place = torch.where(index == expert)
-            inside = self._product("gate_up_proj" if own.has_gate else "up_proj", expert, hidden[rows])
+            inside = self._product(self._first, expert, hidden[rows])
             inside = own._apply_gate(inside) if own.has_gate else own.act_fn(inside)  # type: ignore[operator]
             out = self._product("down_proj", expert, inside)
             if own.has_post_expert_norm:
                 out = own.post_expert_norm(out)  # type: ignore[operator]
             found = found.index_add(0, rows, out.to(x.dtype) * weights[rows, place, None])
         return found.to(y.dtype)
+
+    @property
+    def _first(self) -> str:
+        """The parameter that multiplies the inputs."""
+        return "gate_up_proj" if self.experts.has_gate else "up_proj"
+
+    @property
+    def _chosen(self) -> int:
+        """The number of a row's experts; of all where the configuration does not tell."""
+        config = getattr(self.experts, "config", None)
+        found = (getattr(config, name, None) for name in _CHOSEN)
+        return next((number for number in found if type(number) is int), len(self.experts.down_proj))  # type: ignore[arg-type]
 
     def _product(self, name: str, expert: int, x: Tensor) -> Tensor:
         """One expert's product of x [rows, in] with a parameter and the matrices beside it."""
@@ -91,15 +102,6 @@ class ExpertsLoRA(Bypass):
         return y
 
 
-def expect_no_experts(adapter: AdapterVersion) -> None:
-    """Raises AdapterError for an adapter with LoRA beside fused experts."""
-    if any(isinstance(bypass, ExpertsLoRA) for _, bypass in adapter.placed()):
-        raise AdapterError(
-            f"{adapter.name} has LoRA beside fused experts (target_parameters), which is served and not "
-            "trained here; PEFT trains such adapters"
-        )
-
-
 def chosen_parameters(names: Sequence[str], frame: Frame) -> dict[str, list[str]]:
     """The parameters of fused experts that `target_parameters` choose, as PEFT does, by their module, in the
     order in which PEFT wraps the module."""
@@ -109,6 +111,34 @@ def chosen_parameters(names: Sequence[str], frame: Frame) -> dict[str, list[str]
         if path in frame.modules.fused and named(full, endings):
             found.setdefault(path, []).append(name)
     return found
+
+
+def expect_parameters(names: Sequence[str], frame: Frame) -> dict[str, list[str]]:
+    """As `chosen_parameters`. Raises AdapterMismatch for a name that chooses none beside which an adapter can
+    stand."""
+    found = chosen_parameters(names, frame) if names else {}
+    there = [f"{path}.{name}" for path, own in found.items() for name in own]
+    for full in there:
+        if full.rpartition(".")[2] not in PARAMETERS:
+            raise AdapterMismatch(f"no adapter stands beside {full}: only beside {', '.join(PARAMETERS)}")
+    for name in names:
+        if not any(named(full, (name,)) for full in there):
+            own = (full.split(".")[-2:] for full in frame.modules.parameters if _is_offered(full, frame))
+            known = ", ".join(sorted({".".join(ending) for ending in own}))
+            raise AdapterMismatch(
+                f"no parameter of fused experts of the model is called {name}"
+                + (
+                    f"; there are {known}"
+                    if known
+                    else ", which has no such experts: name linears as targets"
+                )
+            )
+    return found
+
+
+def _is_offered(full: str, frame: Frame) -> bool:
+    path, _, name = full.rpartition(".")
+    return path in frame.modules.fused and name in PARAMETERS
 
 
 def tensor_names(path: str, parameters: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -134,11 +164,10 @@ def take_experts(
     down, up = dict[str, Tensor](), dict[str, Tensor]()
     for name, (of_a, of_b) in tensor_names(path, parameters).items():
         weight = getattr(module, name, None)
-        if name not in ("gate_up_proj", "up_proj", "down_proj") or not isinstance(weight, Tensor):
+        if name not in PARAMETERS or not isinstance(weight, Tensor):
             raise AdapterMismatch(f"{saved.folder}: no adapter stands beside {path}.{name}")
         a, b, rank = saved.tensor(of_a), saved.tensor(of_b), ranks[name]
-        experts, first, second = weight.shape
-        wide, out = (first, second) if module.is_transposed else (second, first)
+        experts, wide, out = _widths(module, name)
         shapes, flat = (tuple(a.shape), tuple(b.shape)), rank * experts
         direct, turned = ((flat, wide), (out, flat)), ((flat, out), (wide, flat))
         if shapes not in (direct, turned):
@@ -156,6 +185,31 @@ def take_experts(
         _expect_products(saved, f"{path}.{name}", down[name], up[name], scales[name])
     down, up = ({name: x.contiguous() for name, x in own.items()} for own in (down, up))
     return ExpertsLoRA(module, down, up, scales)
+
+
+def fresh_experts(
+    frame: Frame,
+    path: str,
+    parameters: Sequence[str],
+    ranks: Mapping[str, int],
+    scales: Mapping[str, float],
+    generator: torch.Generator,
+) -> ExpertsLoRA:
+    """LoRA beside parameters of the module at `path` that changes nothing, drawn as PEFT draws it."""
+    module, down, up = frame.frozen.experts(path), dict[str, Tensor](), dict[str, Tensor]()
+    for name in parameters:
+        experts, wide, out = _widths(module, name)
+        bound = 1 / math.sqrt(wide)
+        a = torch.empty(experts, ranks[name], wide, dtype=torch.float32)
+        down[name] = a.uniform_(-bound, bound, generator=generator)
+        up[name] = torch.zeros(experts, out, ranks[name], dtype=torch.float32)
+    return ExpertsLoRA(module, down, up, scales)
+
+
+def _widths(module: nn.Module, name: str) -> tuple[int, int, int]:
+    """The number of experts of a parameter, and the widths of its inputs and outputs."""
+    experts, first, second = getattr(module, name).shape
+    return (experts, first, second) if module.is_transposed else (experts, second, first)
 
 
 def written_experts(path: str, bypass: ExpertsLoRA) -> dict[str, Tensor]:

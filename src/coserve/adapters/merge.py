@@ -12,7 +12,6 @@ from transformers import AutoConfig, PreTrainedModel
 
 from coserve.adapters.activation import expect_always_active
 from coserve.adapters.bypass import Dense, Side, exact_type
-from coserve.adapters.experts import is_experts
 from coserve.adapters.files import read_adapter
 from coserve.adapters.sites import (
     FrozenParameters,
@@ -22,6 +21,7 @@ from coserve.adapters.sites import (
     decoder_layers,
     find_sites,
     gain_of,
+    is_experts,
     layer_width,
 )
 from coserve.adapters.text_part import auto_class, keep_text, put_back

@@ -14,14 +14,10 @@ from coserve.adapters.methods import method_named, method_of_type
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.lora import LoRAConfig
-from coserve.adapters.sites import Frame
+from coserve.adapters.sites import Frame, Kind
 from coserve.errors import ConfigError
 
 _T = TypeVar("_T")
-_NEAREST: Final = "a bottleneck after the mixture ({'type': 'bottleneck'}) is nearest"
-_NO_EXPERTS: Final = (
-    f"name linears as targets; experts that are one tensor get no adapters of their own, for which {_NEAREST}"
-)
 _ALL: Final = "all-linear"  # PEFT's word for targets that are not chosen
 
 
@@ -45,12 +41,16 @@ def left_untrained(frame: Frame, methods: Sequence[object]) -> str:
         isinstance(one, LoRAConfig | IA3Config | LinearConfig) and one.targets == () for one in methods
     )
     fused = [path for path in frame.modules.paths if path in frame.modules.fused]
-    if not (asks_all and fused) or any(isinstance(one, BottleneckConfig) for one in methods):
+    reaches = any(isinstance(one, BottleneckConfig) or getattr(one, "parameters", ()) for one in methods)
+    if not (asks_all and fused) or reaches:
         return ""
     number = f"{len(fused)} modules such as {fused[0]}" if len(fused) > 1 else fused[0]
+    nearest = "a bottleneck after the mixture ({'type': 'bottleneck'}) is nearest"
+    if any(site.kind is Kind.EXPERTS for site in frame.sites.values()):
+        nearest = "LoRA reaches them by name ({'target_parameters': ['experts.down_proj', ...]})"
     return (
         f"The adapter stands at all linears and leaves the fused experts untrained ({number}): each of their "
-        f"weights is one tensor, which no targets reach; {_NEAREST}"
+        f"weights is one tensor, which no targets reach; {nearest}"
     )
 
 
@@ -74,8 +74,6 @@ def _settings(fields: Mapping[str, Any], what: str) -> object:
     for name, value in fields.items():
         if name in ("type", "peft_type"):
             continue
-        if name == "target_parameters" and value:
-            raise ConfigError(f"{what} has no target_parameters: {_NO_EXPERTS}")
         ours = method.aliases.get(name, name)
         if ours in own:
             raise ConfigError(f"{what} gives {ours} twice")

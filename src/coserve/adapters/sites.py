@@ -20,17 +20,20 @@ from coserve.memory.fake_tensors import is_fake
 
 EMBEDDED = -1  # the stage before the first layer
 _ROWS = 4096  # of a weight that are compared at once
+# Attributes of a module that transformers' interface for experts computes.
+_INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
 
 
 class Kind(Enum):
     """Kinds of sites. ATTENTION and FEED_FORWARD are the outputs of a layer's two sublayers, before any norm
-    or residual."""
+    or residual. EXPERTS are those of a mixture in one module (`adapters/experts.py`)."""
 
     LINEAR = "linear"
     NORM = "norm"
     ATTENTION = "attention"
     FEED_FORWARD = "feed-forward"
     EMBEDDING = "embedding"
+    EXPERTS = "fused experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,12 +354,21 @@ def _site(
     if sublayer is not None:
         assert layer is not None
         return Site(path, sublayer, layer, width, width)
+    if layer is not None and is_experts(module):
+        return Site(path, Kind.EXPERTS, layer, width, width)
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor) and weight.ndim == 1 and not list(module.children()):
         size = len(weight)
         stage = depth if layer is None else layer
         return Site(path, Kind.NORM, stage, size, size, getattr(module, "bias", None) is not None)
     return None
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Tells whether transformers' interface for experts computes a module, so that its parts are known."""
+    down = getattr(module, "down_proj", None)
+    is_whole = isinstance(down, Tensor) and down.ndim == 3
+    return is_whole and all(isinstance(getattr(module, name, None), bool) for name in _INTERFACE)
 
 
 def _is_fused(module: nn.Module) -> bool:

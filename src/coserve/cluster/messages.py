@@ -180,7 +180,8 @@ class TrainRows(msgspec.Struct, frozen=True, tag=True):
     forward, or, where `bottom` is given, back through layers [bottom, last). Behind it come the input of the
     first layer [rows, width] and, on the way back, the gradient of the last one's output. The worker keeps
     nothing for later messages that it could not compute again. `seed` is that of dropout, none without it;
-    `needs_input` asks for the gradient of the input of layer `bottom`."""
+    `needs_input` asks for the gradient of the input of layer `bottom`. An adapter that does not act on all
+    rows acts on ranges [first, last) of them, which are `active`."""
 
     number: Number
     scheduler: Text
@@ -194,6 +195,7 @@ class TrainRows(msgspec.Struct, frozen=True, tag=True):
     seed: Text | None = None
     bottom: Count | None = None
     needs_input: bool = False
+    active: tuple[tuple[Count, Count], ...] | None = None
 
 
 class RowsReturned(msgspec.Struct, frozen=True, tag=True):

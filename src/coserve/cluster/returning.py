@@ -7,10 +7,12 @@ examples: they attend to nothing outside of their message.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from coserve.adapters.activation import parted
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import LoraBatch
@@ -22,7 +24,7 @@ from coserve.model.batch import FusedRows, LayerCalls
 from coserve.train.activations import ActivationStore
 from coserve.train.backward import Backward, BackwardWindow, Leaves, layer_gradients
 from coserve.train.master_weights import stage_leaves
-from coserve.train.micro_batch import with_dropout
+from coserve.train.micro_batch import bypasses_of
 from coserve.train.save_policy import Fates
 from coserve.train.window import Window
 from coserve.train.window_group import ForwardWindow, KeptRows
@@ -69,9 +71,8 @@ def trained(
     hidden = _checked(base, span, message, tensors)
     own = version.parameters()
     version = version.with_parameters({name: x.detach().requires_grad_() for name, x in own.items()})
-    bypasses = version.bypasses
-    if message.seed is not None:
-        bypasses = with_dropout(version, message.seed, 0, base.shards.dropout_part)
+    active = None if message.active is None else [range(*span) for span in message.active]
+    bypasses = bypasses_of(version, message.seed, range(len(hidden[0])), active, base.shards.dropout_part)
     store = BlockStore(base, message.lengths, hidden[0], message.first)
     window = store.window(0, store.rows)
     calls = store.calls_for(window)
@@ -98,7 +99,9 @@ def trained(
 
 
 def _fused(base: Base, one: ForwardWindow, _: Sequence[ForwardWindow]) -> tuple[FusedRows, LayerCalls]:
-    lora = LoraBatch([(slice(0, one.window.rows), one.bypasses)])
+    counts, own = zip(*parted(one.bypasses, one.window.rows), strict=True)
+    spans = (slice(*span) for span in pairwise(accumulate(counts, initial=0)))
+    lora = LoraBatch(list(zip(spans, own, strict=True)))
     fused = FusedRows([KeptRows([(one.store, one.window)])], lora.rest, lora, True)
     return fused, base.arguments.concat([one.calls])
 
@@ -111,4 +114,7 @@ def _checked(base: Base, span: range, message: TrainRows, tensors: Sequence[Tens
     shape = sum(message.lengths), base.hidden_size
     if len(tensors) != 1 + (bottom is not None) or any(tuple(x.shape) != shape for x in tensors):
         raise RequestError(f"a message of {shape[0]} training rows has other tensors")
+    ends = [0, *(end for span in message.active or () for end in span)]
+    if sorted(ends) != ends or ends[-1] > shape[0]:
+        raise RequestError(f"a message of {shape[0]} training rows has others on which its adapter acts")
     return [x.to(base.device, base.dtype) for x in tensors]

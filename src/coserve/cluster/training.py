@@ -140,7 +140,7 @@ class ClusterTraining(TrainingPasses):
     def _message(self, store: ActivationStore, layers: range, **back: Any) -> TrainRows:
         """A message whose number and instance are still to come."""
         micro_batch = self._micro_batches[store]
-        start, adapter = micro_batch.start, micro_batch.adapter
+        adapter, active = micro_batch.adapter, micro_batch.active
         is_base = next(adapter.placed(), None) is None
         return TrainRows(
             0,
@@ -150,7 +150,8 @@ class ClusterTraining(TrainingPasses):
             layers.stop,
             store.lengths,
             "" if is_base else adapter.key,
-            None if start.forward_only else start.dropout_seed,
+            micro_batch.seed,
+            active=None if active is None else tuple((one.start, one.stop) for one in active),
             **back,
         )
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from coserve.adapters.activation import expect_always_active
-from coserve.adapters.experts import expect_no_experts
+from coserve.adapters.activation import invocation_of
 from coserve.adapters.replace import expect_exact
 from coserve.core.size import show_size, show_sizes
 from coserve.engine.memory import EngineMemory, base_owner, job_owner
-from coserve.errors import OutOfMemory
+from coserve.errors import AdapterError, OutOfMemory
 from coserve.executors.executor import Executor, ReadMemory, SetLimits
 from coserve.memory.ledger import Account, Bytes
 from coserve.memory.malloc import return_freed_memory
@@ -23,6 +22,7 @@ from coserve.schedule.config import SchedulerConfig
 from coserve.train.fitting import settings_that_fit
 from coserve.train.job import PreparedJob
 from coserve.train.needs import JobNeeds, Steps, backward_bytes, replayed_bytes
+from coserve.train.objectives import Reinforcement
 
 _BACKWARD: Final = "backward"  # ledger owner of the bytes of one backward pass
 # Freed memory is returned to the system after so many jobs have left. 200 jobs of the embedded model left
@@ -90,8 +90,11 @@ class Admission:
         for adapter in (job.first, job.reference):
             if adapter is not None:
                 expect_exact(adapter)
-                expect_always_active(adapter, "a job passes whole examples")
-                expect_no_experts(adapter)
+        if invocation_of(job.first) and isinstance(job.objective, Reinforcement):
+            raise AdapterError(
+                "an adapter that acts from its invocation tokens on (aLoRA) learns from examples, pairs and "
+                "teachers, not by reinforcement, whose sampled answers may have these tokens again"
+            )
         needs, room = job.needs(self._base, self.steps), self._memory.job_room()
         if needs.total <= room:
             return needs

@@ -56,7 +56,7 @@ from coserve.text import Text
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared, check_tokens
 from coserve.train.fresh import sketch_adapter
-from coserve.train.job import PreparedJob, reserved_positions
+from coserve.train.job import PreparedJob, check_invoked, reserved_positions
 from coserve.train.lengths import check_lengths_of, limit_of
 from coserve.train.needs import Steps
 from coserve.train.objectives import Distillation, Objective, Supervised, objective_of
@@ -403,6 +403,7 @@ class Engine:
         else:
             reading = Reading(reserved=reserved_positions(first, reference, aim))
             prepared = self.prepare(data, training, aim, reading)
+        check_invoked(prepared.examples, aim.group, first, reference)
         with self.loop.lock:
             asked = PreparedJob(
                 job or f"job-{self._started + 1}", adapter, prepared, methods, training, first,

@@ -17,7 +17,7 @@ from coserve.train.checkpoint import newest_checkpoint, read_checkpoint
 from coserve.train.config import TrainingConfig
 from coserve.train.example import Prepared
 from coserve.train.fresh import sketch_adapter
-from coserve.train.job import PreparedJob, answer_tokens, reserved_positions
+from coserve.train.job import PreparedJob, answer_tokens, check_invoked, reserved_positions
 from coserve.train.lengths import Names
 from coserve.train.objectives import objective_of
 from coserve.train.pruning.plan import foresee
@@ -72,6 +72,7 @@ def read_validation(
     reading = Reading(most, name=spec.validation_name, names=API_NAMES, reserved=virtual + sampled)
     try:
         found = engine.prepare(Path(spec.validation), prepared.config, objective, reading)
+        check_invoked(found.examples, objective.group, prepared.first, prepared.reference)
     except DataError as error:
         raise ValidationDataError(f"validation {error}") from error
     check_lengths(engine, found.examples, virtual, sampled)
@@ -95,6 +96,7 @@ def prepare_job(
     reserved = reserved_positions(first, reference, objective)
     reading = replace(reading, name=spec.data_name, names=API_NAMES, reserved=reserved)
     data = engine.prepare(Path(spec.data), config, objective, reading)
+    check_invoked(data.examples, objective.group, first, reference)
     is_fresh = resume is None and spec.start_from is None
     prepared = PreparedJob(
         spec.job, adapter, data, methods, config, first, is_fresh, resume, objective, reference

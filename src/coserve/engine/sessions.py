@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from coserve.adapters.activation import invocation_of
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bank import check_name
 from coserve.adapters.bypass import exact_type
@@ -102,7 +103,11 @@ class Sessions:
             config,
             Packing.of(job, base, virtual),
             DataLimits(
-                base.vocabulary, base.max_positions, virtual.count, config.rows - virtual.prompt_count
+                base.vocabulary,
+                base.max_positions,
+                virtual.count,
+                config.rows - virtual.prompt_count,
+                invocation_of(prepared.first),
             ),
             {name: tuple(tensor.shape) for name, tensor in prepared.first.parameters().items()},
         )
@@ -356,6 +361,8 @@ class Sessions:
             shapes = {name: tuple(tensor.shape) for name, tensor in first.parameters().items()}
             if shapes != session.shapes:
                 raise AdapterMismatch("the state is of an adapter of another shape than the session's")
+            if invocation_of(first) != session.limits.invocation:
+                raise AdapterMismatch("the state is of an adapter that acts from other tokens on")
         except CoserveError as error:
             operation.fail(error)
             self._go_on(session, operation)

@@ -35,8 +35,8 @@ class Rows(Protocol):
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         """Adds all rows' bypasses to another module's output; x and y [1, rows, ...]."""
 
-    def has_bypass(self, path: str) -> bool:
-        """Tells whether `after` changes the output of the module at `path` for any row."""
+    def changed(self, path: str) -> int:
+        """The number of rows for which `after` changes the output of the module at `path`."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention of q [1, heads, rows, dk] with new k [1, groups, rows, dk], v [1, groups, rows, dv],
@@ -159,8 +159,8 @@ class FusedRows(GroupRows):
                 self._add(bypass, rows, x[0], y[0])
         return y
 
-    def has_bypass(self, path: str) -> bool:
-        return any(path in own.outputs for _, own in self._adapters)
+    def changed(self, path: str) -> int:
+        return sum(rows.stop - rows.start for rows, _ in self._applied(path))
 
     @property
     def is_training(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from coserve.adapters.experts import pack_rows
@@ -20,10 +21,13 @@ class ExpertsHook:
         module.forward = self._pass
 
     def _pass(self, *args: Any, **kwargs: Any) -> Tensor:
-        y, rows = self._forward(*args, **kwargs), self._cell.rows
-        if rows is None or not rows.has_bypass(self._path):
-            return y
+        rows = self._cell.rows
+        count = 0 if rows is None else rows.changed(self._path)
+        if rows is None or not count:
+            return self._forward(*args, **kwargs)
         _, hidden, index, weights, *_ = self._signature.bind(None, *args, **kwargs).arguments.values()
+        # Nothing is left of the base's output where all rows have one of their own.
+        y = torch.zeros_like(hidden) if count == len(hidden) else self._forward(*args, **kwargs)
         return rows.after(self._path, pack_rows(hidden, index, weights)[None], y[None])[0]
 
     @staticmethod

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coserve.adapters.activation import parted
 from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.adapters.lora_batch import LoraBatch
 from coserve.adapters.lowrank import is_lora
@@ -25,10 +26,15 @@ class GraphRows(GroupRows):
 
     def __init__(self, adapters: Sequence[Bypasses], sizes: Sequence[int]) -> None:
         super().__init__()
-        self._adapters, self.sizes = adapters, sizes
+        self.sizes = sizes
         self._entered: tuple[Tensor, type[Placement], Tensor] | None = None
-        spans = (slice(*span) for span in pairwise(accumulate(sizes, initial=0)))
-        self._lora = LoraBatch(list(zip(spans, adapters, strict=True)))
+        # Ranges of rows, each with its bypasses and with the place of its adapter among `adapters`.
+        each = [parted(adapter, rows) for adapter, rows in zip(adapters, sizes, strict=True)]
+        parts = [(count, own, place) for place, ranges in enumerate(each) for count, own in ranges]
+        self._counts, self._adapters = [part[0] for part in parts], [part[1] for part in parts]
+        self._places = [part[2] for part in parts]
+        spans = (slice(*span) for span in pairwise(accumulate(self._counts, initial=0)))
+        self._lora = LoraBatch(list(zip(spans, self._adapters, strict=True)))
 
     def linear(self, path: str, placement: Placement, x: Tensor) -> Tensor:
         entering = [adapter.inputs.get(path) for adapter in self._adapters]
@@ -54,8 +60,9 @@ class GraphRows(GroupRows):
             return y
         return self._added(bypasses, x[0], y[0])[None]
 
-    def has_bypass(self, path: str) -> bool:
-        return any(path in adapter.outputs for adapter in self._adapters)
+    def changed(self, path: str) -> int:
+        of_each = zip(self._counts, self._adapters, strict=True)
+        return sum(count for count, own in of_each if path in own.outputs)
 
     @property
     def is_training(self) -> bool:
@@ -77,7 +84,9 @@ class GraphRows(GroupRows):
     def _segments(self, path: str, x: Tensor) -> tuple[Tensor | None, LoraSegments | None]:
         """The stand-in for the frozen product of x [..., in] if any, and its low-rank bypasses."""
         kept, is_added = self._kept(path, x)
-        return kept, self._lora.segments(path, is_added) if any(is_added) else self._lora.at(path)
+        if not any(is_added):
+            return kept, self._lora.at(path)
+        return kept, self._lora.segments(path, [is_added[place] for place in self._places])
 
     def _is_changed(self, path: str) -> bool:
         return any(path in adapter.inputs for adapter in self._adapters)
@@ -103,8 +112,8 @@ class GraphRows(GroupRows):
         return y
 
     def _added(self, bypasses: Sequence[Bypass | None], x: Tensor, y: Tensor) -> Tensor:
-        """y [rows, out] with each adapter's bypass over its rows of x [rows, in]."""
-        of_each = zip(bypasses, split_rows(x, self.sizes), split_rows(y, self.sizes), strict=True)
+        """y [rows, out] with each range's bypass over its rows of x [rows, in]."""
+        of_each = zip(bypasses, split_rows(x, self._counts), split_rows(y, self._counts), strict=True)
         return concat_rows([y if bypass is None else bypass.add(x, y) for bypass, x, y in of_each])
 
 

@@ -240,6 +240,26 @@ def _diffllama(module: Any, config: Any) -> None:
     module.forward = forward
 
 
+def _doge(module: Any, config: Any) -> None:
+    """Each score has a bias that is made of its key's value. It drops the keys of the least biases where
+    there are more than `keep_window_size` (`model/positions.py`)."""
+    from transformers.models.doge.modeling_doge import apply_rotary_pos_emb
+
+    def forward(
+        hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        linears = (module.q_proj, module.k_proj, module.v_proj)
+        own = [linear(hidden_states) for linear in linears]
+        query, key, value = (_heads(x, x.shape[-1] // module.head_dim) for x in own)
+        query, key = apply_rotary_pos_emb(module.q_norm(query), module.k_norm(key), *position_embeddings)
+        biases = torch.exp(module.A * F.softplus(module.dt_proj(own[2])))[0].t() / module.scaling
+        query, key = with_biases(query, key, biases)
+        out = _attend(config, module, query, key, value, attention_mask, scaling=module.scaling)
+        return module.o_proj(out.flatten(2)), None
+
+    module.forward = forward
+
+
 def _heads(x: Tensor, count: int) -> Tensor:
     """[1, rows, width] as [1, heads, rows, width of a head]."""
     return x.view(*x.shape[:-1], count, -1).transpose(1, 2)
@@ -261,6 +281,7 @@ _FORMS: Final[dict[str, Callable[[Any, Any], None]]] = {
     "MvpAttention": _scaled_before,
     "TrOCRAttention": _scaled_before,
     "DiffLlamaAttention": _diffllama,
+    "DogeAttention": _doge,
     **dict.fromkeys(_ENCODERS, _bert),
 }
 

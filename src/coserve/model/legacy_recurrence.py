@@ -1,21 +1,26 @@
 """Recurrent layers older than the states of transformers' caches: RecurrentGemma's (Griffin, De et al. 2024),
-whose modules keep the state of the only sequence themselves. Here the same linears and gates ask a cache for
-it, as newer ones do, so `model/recurrent.py` finds them.
+whose modules keep the state of the only sequence themselves, and xLSTM's (Beck et al. 2024), which are given
+theirs and return it. Here the same linears and gates ask a cache for it, as newer ones do, so
+`model/recurrent.py` finds them.
 """
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
     RecurrentGemmaRecurrentBlock,
     RecurrentGemmaRglru,
     SqrtBoundDerivative,
 )
+from transformers.models.xlstm import modeling_xlstm
 
 _STEEP = -8.0  # of the gate's logarithm, as in the paper
+# transformers' own xLSTM; where the package `xlstm` is installed it has layers of that.
+_MatrixMemory: Any = getattr(modeling_xlstm, "xLSTMLayer", nn.Module)
+_MEMORY = 3  # states: the matrix, its normalizer, and the exponent that both are relative to
 
 
 def ask_caches(model: PreTrainedModel) -> None:
@@ -23,6 +28,8 @@ def ask_caches(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) is RecurrentGemmaRecurrentBlock:
             module.__class__ = _AskingBlock
+        elif type(module) is _MatrixMemory:
+            module.__class__ = _AskingMemory
 
 
 def keeps_states(model: PreTrainedModel) -> bool:
@@ -47,6 +54,19 @@ class _AskingBlock(RecurrentGemmaRecurrentBlock):  # type: ignore[misc]
         if past_key_values is not None:
             past_key_values.update_recurrent_state(after, 0)
         return self.linear_out(mixed * gate), None
+
+
+class _AskingMemory(_MatrixMemory):  # type: ignore[misc]
+    """Its own code, given the states of a cache."""
+
+    def forward(self, x: Tensor, state: Any = None, cache_params: Any = None) -> tuple[Tensor, Any]:
+        if cache_params is None:
+            return super().forward(x, state)  # type: ignore[no-any-return]
+        before = tuple(cache_params.get_recurrent_state(0, number) for number in range(_MEMORY))
+        out, after = super().forward(x, None if before[0] is None else before)
+        for number, own in enumerate(after):
+            cache_params.update_recurrent_state(own, 0, number)
+        return out, None
 
 
 def _scan(unit: RecurrentGemmaRglru, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from coserve.adapters.experts import is_experts
 from coserve.adapters.sites import Kind, decoder_layers
 from coserve.adapters.text_part import auto_class, is_multimodal, keep_text, made_of
 from coserve.attention.backend import CacheShape
@@ -137,10 +136,11 @@ def place_modules(base: Base, holds: Holds) -> None:
     use_native_kernels(base.model, holds, float32=not any(own.is_elsewhere for own in placements))
     for path, site in base.sites.items():
         if site.kind is not Kind.LINEAR and holds(path):
-            SiteHook(site, base.model.get_submodule(path), base.cell)
-    for path in base.modules.fused:
-        if holds(path) and is_experts(module := base.model.get_submodule(path)):
-            ExpertsHook(path, module, base.cell)
+            module = base.model.get_submodule(path)
+            if site.kind is Kind.EXPERTS:
+                ExpertsHook(path, module, base.cell)
+            else:
+                SiteHook(site, module, base.cell)
 
 
 @contextmanager
@@ -330,8 +330,8 @@ class _Looking(FusedRows):
             self.seen.add(path)
         return y
 
-    def has_bypass(self, path: str) -> bool:
-        return True
+    def changed(self, path: str) -> int:
+        return 1
 
 
 @torch.no_grad()
@@ -351,11 +351,11 @@ def _keep_sites_of_rows(base: Base, looking: _Looking) -> None:
     """Drops sites whose tensors do not lead with rows, such as norms over heads: rows could not be
     assigned; and linears that are called twice, of which training keeps one output."""
     kept = looking.seen - looking.again
-    base.sites = {path: site for path, site in base.sites.items() if path in kept}
-    for path in base.modules.fused - kept:  # experts of which a layer calls some rows alone
+    for path in base.sites.keys() - kept:
         module = base.model.get_submodule(path)
-        if (hook := ExpertsHook.of(module)) is not None:
+        if (hook := ExpertsHook.of(module)) is not None:  # of experts of which a layer calls some rows alone
             hook.remove(module)
+    base.sites = {path: site for path, site in base.sites.items() if path in kept}
 
 
 def _hand_over_copies(base: Base, looking: _Looking) -> None:

@@ -55,7 +55,7 @@ def _replace_norm(module: nn.Module) -> bool:
     x = torch.cat([scale * (_random(weight, 4, len(weight)) + 0.5) for scale in _SCALES])[None]
     try:
         found = own(module, x)
-    except (TypeError, AttributeError):  # a norm with a gate
+    except (TypeError, AttributeError, ValueError):  # a norm with a gate, or one that is given heads
         return False
     for centred in (False, True):
         if _same(found, elementwise.rms_norm(x, weight, eps, centred)):

@@ -30,6 +30,8 @@ def _lengths(text: Any) -> Iterator[int]:
         yield int(longest) - (int(text.pad_token_id) + 1 if text.model_type in _BEHIND_PADDING else 0)
     if text.model_type in ("bloom", "mpt"):
         yield MOST_POSITIONS
+    if text.model_type == "doge":
+        yield int(text.keep_window_size)
     if "indexed_attention" in (getattr(text, "layer_types", None) or ()):
         yield int(getattr(text, "index_topk", 0) or text.indexer_budget)
     rope = getattr(text, "rope_parameters", None) or {}

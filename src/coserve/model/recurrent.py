@@ -296,8 +296,8 @@ class _Inside:
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         return y
 
-    def has_bypass(self, path: str) -> bool:
-        return False
+    def changed(self, path: str) -> int:
+        return 0
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         raise AssertionError("a mixer with states attends to nothing")
@@ -355,6 +355,8 @@ def _anatomy_of(base: Base, path: str, module: nn.Module) -> _Anatomy | None:
                 return None  # attention, which asks for other arguments
             _log.warning("%s cannot be run alone: %s: %s", path, type(error).__name__, error)
             part = "one of its recurrent layers cannot be run on its own (the log has the error)"
+            if isinstance(error, AttributeError) and error.obj is cache:
+                part = "its attention has states of its own beside keys and values"
             raise unsupported(base.model.config.model_type, part) from error
     if not cache.after:
         return None

@@ -24,6 +24,15 @@ INSTEAD: Final = "use a decoder such as Llama, Qwen3 or Gemma 3"
 _SPARSE: Final = frozenset(
     {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 )
+# Types whose layers hand on more than a hidden state and keys and values, in ways of their own.
+_HANDED_ON: Final = {
+    "rwkv": "it mixes each row with the one before ahead of its linears, and hands states on as arguments",
+    "zaya": "its routers hand numbers on from layer to layer, beside the hidden state",
+    **dict.fromkeys(
+        ("deepseek_v4", "glm5_next", "glm5_next_text", "qwen4_exp", "qwen4_exp_text"),
+        "its layers hand on several hidden states, which hyper-connections mix",
+    ),
+}
 # Fields of a configuration that say how weights were quantized: transformers', compressed-tensors' old one,
 # and MLX's.
 _QUANTIZED: Final = ("quantization_config", "compression_config", "quantization")
@@ -31,6 +40,8 @@ _QUANTIZED: Final = ("quantization_config", "compression_config", "quantization"
 _SOURCES: Final = ("base_model", "base_model_name_or_path", "_name_or_path")
 _REPOSITORY: Final = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _CODE: Final = re.compile(r"\b[A-Z]?[a-z0-9]+[A-Z]\w*|\w\.\w+\.\w|__|<class|\[\d+, ")
+
+_LIBRARY: Final = re.compile(r"requires the ([\w-]{1,40}) library")  # as transformers says it
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +59,10 @@ def refusing(model: str, doing: str) -> Iterator[None]:
             raise ModelError(f"there is not enough memory for {model}") from error
         reason = str(error).strip().partition("\n")[0]
         _log.warning("%s %s: %s: %s", model, doing, type(error).__name__, reason)
+        if isinstance(error, ImportError) and (lacking := _LIBRARY.search(str(error))):
+            name = lacking[1]
+            said = f"transformers builds it with the package {name}, which is missing; use pip install {name}"
+            raise UnsupportedModel(f"{model} {doing}: {said}") from error
         raise UnsupportedModel(
             f"{model} {doing}: transformers' code for it fails (the log has the error); {INSTEAD}"
         ) from error
@@ -82,6 +97,8 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
     if config.is_encoder_decoder:
         raise unsupported(config.model_type, ENCODER_DECODER)
     text, name = config.get_text_config(), config.model_type
+    if (why := _HANDED_ON.get(name)) is not None:
+        raise unsupported(name, why)
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds & _SPARSE:
         raise unsupported(name, "its sparse attention chooses keys by an index of its own")

@@ -35,8 +35,8 @@ class _Watched:
     def after(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         return y
 
-    def has_bypass(self, path: str) -> bool:
-        return False
+    def changed(self, path: str) -> int:
+        return 0
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)

@@ -86,9 +86,12 @@ class EngineRun:
         )
 
     def job(self) -> tuple[list[Example], TrainingConfig]:
-        """Examples of two optimizer steps, and their training settings."""
-        load = self._program.load
-        examples = [Example((0,) * load.length, (0,) * load.length)] * (2 * load.batch)
+        """Examples of two optimizer steps, and their training settings. They begin with the tokens from which
+        on an adapter acts, if it waits for any."""
+        load, methods = self._program.load, settings_of(self._program.parts)
+        first = next((own for one in methods if (own := getattr(one, "invocation", ()))), ())
+        tokens = (*first, *(0,) * load.length)[: load.length]
+        examples = [Example(tokens, (0,) * load.length)] * (2 * load.batch)
         keep = save_policy(self._program.keep)
         return examples, TrainingConfig(learning_rate=1e-6, batch_size=load.batch, keep=keep)
 

@@ -123,10 +123,12 @@ class _CutLayer:
         attention = f"{path}.{attention}"
         inside = [linear for linear in own if linear.startswith(f"{attention}.")]
         groups = grouped({linear: (own[linear].out_features, own[linear].in_features) for linear in inside})
+        if len(groups) != 2:
+            return None
         ends = [
             (inputs, outputs[0])
             for inputs, outputs in (groups, groups[::-1])  # a module may have them in either order
-            if len(groups) == 2 and len(outputs) == 1 and own[outputs[0]].out_features == width
+            if len(outputs) == 1 and own[outputs[0]].out_features == width
         ]
         if not ends:
             return None

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from coserve.adapters.activation import acts
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.sites import EMBEDDED
 from coserve.attention.states import States, mixers_in
@@ -200,8 +201,10 @@ class Backward:
         self._lowest = min(leaves, default=self._base.depth) if lowest is None else lowest
 
     def start(self, window: Window, span: Span, bypasses: Bypasses) -> "BackwardWindow":
-        """A window on its way back through the layers of `span`, down to the lowest that trains."""
-        layers = range(span.last - 1, max(span.first, self._lowest) - 1, -1)
+        """A window on its way back through the layers of `span`, down to the lowest that trains. One on whose
+        rows the adapter does not act passes none: nothing that trains is before these rows."""
+        lowest = max(span.first, self._lowest) if acts(bypasses) else span.last
+        layers = range(span.last - 1, lowest - 1, -1)
         calls, gradient = self.store.calls_for(window), self.store.hidden.gradient(window)
         return BackwardWindow(self, window, span, layers, bypasses, calls, gradient)
 

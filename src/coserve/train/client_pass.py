@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from coserve.adapters.activation import last_invocation, listed_tokens
 from coserve.core.plan import MicroBatchOutput
 from coserve.core.ranges import check_range
 from coserve.core.sequence import MicroBatch
@@ -21,12 +22,14 @@ _MOST_INPUT: Final = 1e30  # of a loss's inputs; float32 ends at 3.4e38
 @dataclass(frozen=True, slots=True)
 class DataLimits:
     """Limits of a session's data: the model's `vocabulary` and `positions`, the adapter's `virtual` tokens
-    before each datum, and the `rows` of its largest micro-batch without its prompt's."""
+    before each datum, and the `rows` of its largest micro-batch without its prompt's. An adapter that does
+    not act on all rows acts from the tokens of its `invocation` on, which each datum has."""
 
     vocabulary: int
     positions: int
     virtual: int
     rows: int
+    invocation: tuple[int, ...] = ()
 
 
 class ClientPass:
@@ -132,6 +135,11 @@ class ClientPass:
                     f"datum {number} has the token {wrong}, which is not one of the model's "
                     f"{limits.vocabulary}"
                 )
+        if limits.invocation and last_invocation(datum.tokens, limits.invocation) is None:
+            raise RequestError(
+                f"datum {number} has none of the tokens from which on the adapter acts "
+                f"({listed_tokens(limits.invocation)})"
+            )
         if unknown := sorted(set(datum.inputs) - set(loss.inputs)):
             known = ", ".join(loss.inputs)
             raise RequestError(

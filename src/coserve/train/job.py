@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from coserve.adapters.activation import invocation_of, last_invocation, listed_tokens
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.paging.stored import StoredVersion
-from coserve.errors import ConfigError
+from coserve.errors import ConfigError, DataError
 from coserve.model.base import Base
 from coserve.train.checkpoint import Checkpoint
 from coserve.train.config import TrainingConfig
-from coserve.train.example import Prepared
+from coserve.train.example import Example, Prepared
 from coserve.train.needs import JobNeeds, Steps, job_needs
 from coserve.train.objectives import SUPERVISED, Distillation, Objective, Reinforcement
 from coserve.train.state import TrainingState
@@ -79,6 +80,19 @@ class PreparedJob:
             raise ConfigError(
                 f"distillation.top_k is {self.objective.top_k}, and the model has {vocabulary} tokens"
             )
+
+
+def check_invoked(examples: Sequence[Example], group: int, *adapters: AdapterVersion | None) -> None:
+    """Raises DataError for an example, in groups of so many, on none of whose rows one of the adapters acts,
+    as it has not the tokens from which on it does."""
+    for adapter in adapters:
+        invocation = () if adapter is None else invocation_of(adapter)
+        for index, example in enumerate(examples if invocation else ()):
+            if last_invocation(example.tokens, invocation) is None:
+                raise DataError(
+                    f"example {index // group + 1} has none of the tokens from which on the adapter acts "
+                    f"({listed_tokens(invocation)}): put them where the answer begins, or leave it out"
+                )
 
 
 def answer_tokens(objective: Objective) -> int:

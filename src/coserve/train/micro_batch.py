@@ -1,11 +1,12 @@
 """A micro-batch on the device, on its way forward and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from coserve.adapters.activation import ActiveBypasses, active_rows, invocation_of
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, Bypasses, Place
 from coserve.core.plan import MicroBatchOutput, MicroBatchStart
@@ -73,11 +74,21 @@ class MicroBatchState:
     def bypasses(self, window: Window) -> Bypasses:
         """The version in training, as applied to the rows of `window`: with their dropout, and its prompts in
         place of the first rows' embeddings."""
-        adapter, part_of = self.adapter, self._base.shards.dropout_part
-        found = adapter.bypasses
-        if not self.start.forward_only:
-            found = with_dropout(adapter, self.start.dropout_seed, window.start, part_of)
-        return adapter.virtual.embedded(found, window.before, window.prompt)
+        rows = range(window.start, window.start + window.rows)
+        found = bypasses_of(self.adapter, self.seed, rows, self.active, self._base.shards.dropout_part)
+        return self.adapter.virtual.embedded(found, window.before, window.prompt)
+
+    @property
+    def seed(self) -> str | None:
+        """That of its dropout; None where it has none."""
+        return None if self.start.forward_only else self.start.dropout_seed
+
+    @cached_property
+    def active(self) -> Sequence[range] | None:
+        """Its rows from each example's invocation tokens on, where its adapter acts on these alone; else
+        None."""
+        invocation = invocation_of(self.adapter)
+        return active_rows(self.start.tokens, self.start.lengths, invocation) if invocation else None
 
     @property
     def adapter(self) -> AdapterVersion:
@@ -120,11 +131,31 @@ class MicroBatchState:
         return self.store.nbytes if "store" in vars(self) else 0
 
 
-def with_dropout(
+def bypasses_of(
+    adapter: AdapterVersion,
+    seed: str | None,
+    rows: range,
+    active: Sequence[range] | None,
+    part_of: Callable[[Place], tuple[int, int]],
+) -> Bypasses:
+    """The bypasses of an adapter for `rows` of a micro-batch, with their dropout where there is a `seed`;
+    `part_of` gives the part of a linear's inputs that a rank has. An adapter that does not act on all rows
+    acts on those that are `active`."""
+
+    def own(first: int) -> Bypasses:
+        return adapter.bypasses if seed is None else _with_dropout(adapter, seed, first, part_of)
+
+    if active is None:
+        return own(rows.start)
+    cut = [range(max(one.start, rows.start), min(one.stop, rows.stop)) for one in active]
+    spans = [(slice(one.start - rows.start, one.stop - rows.start), own(one.start)) for one in cut if one]
+    return ActiveBypasses(adapter.bypasses.inputs, adapter.bypasses.outputs, spans)
+
+
+def _with_dropout(
     adapter: AdapterVersion, seed: str, start: int, part_of: Callable[[Place], tuple[int, int]]
 ) -> Bypasses:
-    """The bypasses of an adapter, with their dropout for rows from `start` on; `part_of` gives the part of a
-    linear's inputs that a rank has."""
+    """The bypasses of an adapter with their dropout for rows from `start` on."""
     if not any(bypass.dropout for _, bypass in adapter.placed()):
         return adapter.bypasses
 

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from coserve.adapters.activation import ActiveBypasses
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lowrank import is_lora
 from coserve.kernels.native import ops
@@ -53,6 +54,7 @@ def _is_plain(block: Block, linears: Sequence[str], bypasses: Bypasses, leaves: 
     lora = [bypass for path, bypass in here.items() if path in linears and is_lora(bypass)]
     matrices = [id(matrix) for bypass in lora for matrix in (bypass.a, bypass.b)]
     is_all = len(lora) == len(here) and not any(map(block.holds, bypasses.inputs))
+    is_all &= not isinstance(bypasses, ActiveBypasses)  # a matrix would have several ranges of rows
     return is_all and sorted(matrices) == sorted(map(id, leaves))
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coserve.adapters.activation import ActiveBypasses
 from coserve.adapters.bypass import Bypasses
 from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec
@@ -80,7 +81,7 @@ class Tail:
         hidden = self._store.hidden.last(window)[0]
         for chunk in self._chunks(window):
             with torch.no_grad():
-                _, logits = self._logits(hidden[chunk], bypasses)
+                _, logits = self._logits(hidden[chunk], _of_rows(bypasses, chunk))
             rows, logits = chunk + window.start, logits[: len(chunk)]
             self._logprobs[rows] = target_logprobs(logits, self._store.labels[rows])
             if self._top_k:
@@ -121,7 +122,9 @@ class Tail:
         done: list[Tensor] = []
         try:
             for chunk in self._chunks(window):
-                gradient[chunk] = self._chunk_gradient(hidden[chunk], chunk + window.start, bypasses)
+                gradient[chunk] = self._chunk_gradient(
+                    hidden[chunk], chunk + window.start, _of_rows(bypasses, chunk)
+                )
                 done.append(chunk)
         except WeightsUnreadable:
             if self._begun is None:
@@ -142,7 +145,7 @@ class Tail:
             loss, found = self._logits_gradient(logits.detach()[:count], rows)
             if count < len(logits):
                 found = F.pad(found, (0, 0, 0, len(logits) - count))
-            of_leaf, *of_leaves = torch.autograd.grad(logits, [leaf, *self._leaves], found)
+            of_leaf, *of_leaves = torch.autograd.grad(logits, [leaf, *self._leaves], found, allow_unused=True)
         if loss is not None:
             self._store.loss += loss
         self._accumulate(self._leaves, of_leaves)
@@ -230,6 +233,11 @@ class AbsentTail(Tail):
 
     def loss(self, window: Window, bypasses: Bypasses) -> None:
         """Computes nothing; the gradient comes from the next stage."""
+
+
+def _of_rows(bypasses: Bypasses, rows: Tensor) -> Bypasses:
+    """The bypasses for some of the rows, whose numbers ascend."""
+    return bypasses.chosen(rows.tolist()) if isinstance(bypasses, ActiveBypasses) else bypasses
 
 
 def loss_rows(vocabulary: int, buckets: RowBuckets, device: torch.device) -> int:

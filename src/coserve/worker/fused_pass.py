@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coserve.adapters.activation import parted
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lora_batch import AdapterRows, LoraBatch, SlotRows
 from coserve.attention.backend import AttentionBackend, CommonAttentionMetadata, InferenceRows
@@ -263,8 +264,9 @@ class FusedPass:
             check = int if batches else self._pause.check  # answers share the layer
             parts.append(KeptRows([(window.store, window.window) for window in windows], check))
         for window in windows:
-            training.append((slice(start, start + window.window.rows), window.bypasses))
-            start += window.window.rows
+            for count, own in parted(window.bypasses, window.window.rows):
+                training.append((slice(start, start + count), own))
+                start += count
         slots = [slots for batch in batches for slots in batch.slots]
         lora = LoraBatch((), slots) if slots else self.slot_pools.batch(answering)
         lora = lora.with_rows(training)

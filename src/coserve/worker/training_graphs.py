@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from coserve.adapters.activation import ActiveBypasses
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.lowrank import LoRABypass, is_plain
 from coserve.core.row_buckets import graph_rows
@@ -230,7 +231,10 @@ class TrainingGraphs:
         return _WindowGraph(store, number, True, goes_on, window.backward.store.kv.has_grads(number, own))
 
     def _graphed(self, bypasses: Bypasses) -> Mapping[int, GraphedLayer]:
-        """The layers in which all of an adapter's bypasses are low-rank ones beside linears, by number."""
+        """The layers in which all of an adapter's bypasses are low-rank ones beside linears, by number; none
+        of an adapter that acts on some rows alone."""
+        if isinstance(bypasses, ActiveBypasses):
+            return {}
         if self._known is None or self._known[0] is not bypasses:
             others = {self._layer_of.get(path) for path in bypasses.inputs}
             own: dict[int, dict[str, LoRABypass]] = {layer: {} for layer in range(self._base.depth)}

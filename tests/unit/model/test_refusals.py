@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from coserve.errors import ModelError, ModelNotFound, UnsupportedModel
 from coserve.model.load import load_base
+from coserve.model.refusal import refusing
 from coserve_benchmarks.models import shrunk
 from models import save, tiny
 
@@ -154,3 +155,10 @@ def test_fields_of_another_kind_are_said(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="none of its type 'llama'") as refused:
         load_base(tmp_path)
     assert not CODE.search(str(refused.value).replace(str(tmp_path), "")), str(refused.value)
+
+
+def test_a_package_that_transformers_lacks_is_named() -> None:
+    said = "\nSomeWrapperModel requires the timm library but it was not found in your environment."
+    with pytest.raises(UnsupportedModel, match=r"gemma3n cannot be loaded: .*; use pip install timm"):
+        with refusing("gemma3n", "cannot be loaded"):
+            raise ImportError(said)

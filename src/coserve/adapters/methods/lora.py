@@ -15,7 +15,15 @@ from torch import Tensor
 from coserve.adapters.activation import check_invocation
 from coserve.adapters.bypass import Bypass, Dense, Part, Place, SequentialBypass, exact_type
 from coserve.adapters.dora import MAGNITUDE, DoRABypass
-from coserve.adapters.experts import LAYOUT, ExpertsLoRA, take_experts, tensor_names, written_experts
+from coserve.adapters.experts import (
+    LAYOUT,
+    ExpertsLoRA,
+    expect_parameters,
+    fresh_experts,
+    take_experts,
+    tensor_names,
+    written_experts,
+)
 from coserve.adapters.lora_variants import TIED, VARIANTS, expect_unchanged_base
 from coserve.adapters.lowrank import EmbeddingLoRA, LoRABypass, LowRank, take_embeddings, take_linears
 from coserve.adapters.method import MOST_ALPHA, MOST_RANK, Written, chosen, named
@@ -58,7 +66,9 @@ class LoRAConfig:
     PEFT. `bias` selects the base's biases that train, too: those of the targets, or all; `lora_bias` adds a
     bias to each B. `modules_to_save` are endings of paths of linears, norms and embeddings that train whole;
     `tokens` are ids of tokens whose own embeddings do. An adapter with `invocation` tokens acts from these on
-    (`adapters/activation.py`).
+    (`adapters/activation.py`). `parameters` are names or path endings of those of fused experts that get
+    matrices for each expert (`adapters/experts.py`); with these and no `targets` no linear has any, as in
+    PEFT.
     """
 
     rank: int = 8
@@ -74,6 +84,7 @@ class LoRAConfig:
     modules_to_save: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     invocation: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for rank in (self.rank, *self.rank_pattern.values()):
@@ -81,7 +92,7 @@ class LoRAConfig:
                 raise AdapterError(
                     f"a LoRA adapter needs a whole rank of 1 to {MOST_RANK}, not {shown(rank)}"
                 )
-        for name in ("targets", "modules_to_save"):
+        for name in ("targets", "modules_to_save", "parameters"):
             if isinstance(names := getattr(self, name), str):
                 raise AdapterError(f"LoRA {name} are several names, not one: ({shown(names)},)")
         if not 0.0 <= self.dropout < 1.0:
@@ -99,10 +110,15 @@ class LoRAConfig:
         check_invocation(self.invocation)
         if self.invocation and (
             self.dora or self.lora_bias or self.modules_to_save or self.tokens or self.bias != "none"
-        ):
+            or self.parameters
+        ):  # fmt: skip
             raise AdapterError(
                 "an adapter with alora_invocation_tokens has plain LoRA beside linears alone: no use_dora, "
-                "bias, lora_bias, modules_to_save or trainable_token_indices"
+                "bias, lora_bias, modules_to_save, trainable_token_indices or target_parameters"
+            )
+        if self.parameters and (self.dora or self.lora_bias or self.dropout):
+            raise AdapterError(
+                "use_dora, lora_bias and lora_dropout do not go with target_parameters, in PEFT neither"
             )
         check_patterns("rank_pattern", self.rank_pattern)
         check_patterns("alpha_pattern", self.alpha_pattern)
@@ -139,16 +155,21 @@ class LoRA:
     aliases: Final = {
         "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
         "use_rslora": "rslora", "use_dora": "dora", "trainable_token_indices": "tokens",
-        "alora_invocation_tokens": "invocation",
+        "alora_invocation_tokens": "invocation", "target_parameters": "parameters",
     }  # fmt: skip
 
     def fresh(self, config: LoRAConfig, frame: Frame, generator: torch.Generator) -> Part:
         """Draws A as PEFT does (Kaiming uniform with a = √5), B zero; beside an embedding A is zero and B
         normal."""
         replaced = fresh_replacements(config.modules_to_save, frame)
-        sites = chosen(frame, config.targets, _KINDS)
-        strengths = config.at(sites)
+        experts = expect_parameters(config.parameters, frame)
+        sites = chosen(frame, config.targets, _KINDS) if config.targets or not experts else {}
+        strengths = config.at([*sites, *(f"{path}.{name}" for path, own in experts.items() for name in own)])
         bypasses: dict[Place, Bypass] = {}
+        for path, own in experts.items():
+            bypasses[Place(path)] = fresh_experts(
+                frame, path, own, *_strengths_at(strengths, path, own), generator
+            )
         for path, site in sites.items():
             if Place(path) in replaced:
                 continue
@@ -183,9 +204,8 @@ class LoRA:
         bypasses: dict[Place, Bypass] = {}
         strengths = config.at([*frame.sites, *of_experts])
         for path, own in experts.items():
-            ranks = {name: strengths.rank(f"{path}.{name}") for name in own}
-            scales = {name: strengths.scale(f"{path}.{name}", rank) for name, rank in ranks.items()}
-            bypasses[Place(path)] = take_experts(saved, frame, path, own, ranks, scales)
+            strength = _strengths_at(strengths, path, own)
+            bypasses[Place(path)] = take_experts(saved, frame, path, own, *strength)
         found: list[tuple[Site, LowRank]] = [
             *take_linears(saved, frame, strengths.scale, config.dropout, config.lora_bias),
             *take_embeddings(saved, frame, strengths.scale),
@@ -251,6 +271,14 @@ class LoRA:
             "alora_invocation_tokens": list(config.invocation) or None,
         }
         return Written(fields, tensors)
+
+
+def _strengths_at(
+    strengths: Strengths, path: str, parameters: Iterable[str]
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Ranks and factors beside parameters of the fused experts at `path`."""
+    ranks = {name: strengths.rank(f"{path}.{name}") for name in parameters}
+    return ranks, {name: strengths.scale(f"{path}.{name}", rank) for name, rank in ranks.items()}
 
 
 def _draw(strengths: Strengths, site: Site, generator: torch.Generator) -> LowRank:
@@ -381,6 +409,7 @@ def _read_config(
         modules_to_save=tuple(saved.names("modules_to_save")),
         tokens=_read_tokens(saved, frame),
         invocation=tuple(saved.take("alora_invocation_tokens", [])),
+        parameters=tuple(of_experts),
     )
     by_parameter = bool(by_weight or of_experts)
     if config.invocation and (by_parameter or any(frame.sites[p].kind is not Kind.LINEAR for p in targets)):

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypass, Place, SequentialBypass, Side
+from coserve.adapters.experts import ExpertsLoRA
 from coserve.adapters.sites import EMBEDDED, Kind, Sites
 from coserve.train.pruning.choice import Choice
 from coserve.train.pruning.once import Once
@@ -99,6 +100,8 @@ class LayerKey:
 def _choice(key: LayerKey, layer: int, placed: Sequence[tuple[Place, Bypass]]) -> Choice | None:
     """The choice of `layer` with what is `placed` in it. None where torch cannot trace the layer, as its
     control flow depends on numbers."""
+    if any(isinstance(bypass, ExpertsLoRA) for _, bypass in placed):
+        return None
     try:
         sketch = sketch_of(key.model)
         graph = trace(sketch, layer, placed, key.asks_input, key.asks_past)

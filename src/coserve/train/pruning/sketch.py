@@ -202,6 +202,10 @@ class SketchParameters(FrozenParameters):
         with self._mode:
             return torch.empty(self._sites[path].outputs, dtype=torch.float32)
 
+    def experts(self, path: str) -> nn.Module:
+        module: nn.Module = self._model.get_submodule(path)
+        return module
+
     def embedded(self, tokens: Tensor) -> Tensor:
         width = self._model.get_input_embeddings().weight.shape[1]
         with self._mode:
