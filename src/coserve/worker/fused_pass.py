@@ -145,7 +145,7 @@ class FusedPass:
         for segment in segments:
             with failing_alone("the request", partial(lost.__setitem__, segment.key)):
                 drawn[segment.key] = self._drawn([segment])
-        found = {segment.key: Sampled(None) for segment in segments}
+        found = {segment.key: Sampled() for segment in segments}
         for segment in segments:
             if segment.key not in lost:
                 with failing_alone("the request", partial(lost.__setitem__, segment.key)):
@@ -343,4 +343,5 @@ class FusedPass:
         )
 
     def _decodes(self, segment: InferenceSegment) -> bool:
-        return not segment.offloaded and self.table[segment.key].decodes(segment.start)
+        is_alone = not (segment.offloaded or segment.drafts)
+        return is_alone and self.table[segment.key].decodes(segment.start)
