@@ -33,7 +33,7 @@ def sampling(draws: random.Random) -> SamplingParams:
     """Any settings that go together; answers at low temperatures repeat themselves."""
     grammar = draws.choice((None, None, GRAMMAR))
     return SamplingParams(
-        max_tokens=draws.randint(1, 40), temperature=draws.choice((0.0, 0.0, 0.05, 1.0)),
+        max_tokens=draws.randint(1, 30), temperature=draws.choice((0.0, 0.0, 0.05, 1.0)),
         seed=draws.randrange(1000), grammar=grammar, ignore_eos=grammar is None and draws.random() < 0.7,
         frequency_penalty=draws.choice((0.0, 0.0, 0.05)), repetition_penalty=draws.choice((1.0, 1.0, 1.05)),
         top_k=draws.choice((0, 0, 20)), top_p=draws.choice((1.0, 1.0, 0.8)),
@@ -59,8 +59,9 @@ def run(seed: int, lookup: dict[str, int], tokens: int, **settings: Any) -> tupl
     examples = [Example(tuple(x), (*x[1:], -100)) for x in prompts(random.Random(0), [11, 19])]
     engine.finetune(examples, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=2, epochs=2))
     common = [draws.randrange(3, 200) for _ in range(9)]
-    handles = []
-    for _ in range(12):
+    sure = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias={7: 50.0}, logprobs=1)  # repeats itself
+    handles = [engine.generate([3, 4, 5, 6], "lora", sure)]
+    for _ in range(7):
         own = [draws.randrange(3, 200) for _ in range(draws.randint(1, 5))]
         prompt = draws.choice((own, own * 4, common + own + common, common * 2))
         slo = draws.choice((SLO(), SLO(), SLO(between_tokens=0.02)))
@@ -96,7 +97,7 @@ def compare(settings: dict[str, Any]) -> Stats:
     return stats
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize(
     "settings",
