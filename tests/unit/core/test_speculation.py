@@ -17,7 +17,7 @@ def proposed(lookup: PromptLookup, tokens: Sequence[int], most: int) -> tuple[in
 
 
 def searched(tokens: Sequence[int], shortest: int, longest: int, most: int) -> list[int]:
-    """What followed the last of the longest n-grams that are like the end, written out."""
+    """The tokens that followed the last of the longest n-grams that are like the end, written out."""
     for n in range(longest, shortest - 1, -1):
         for at in range(len(tokens) - n - 1, -1, -1):
             if [*tokens[at : at + n]] == [*tokens[-n:]]:
