@@ -130,6 +130,12 @@ def test_a_copy_takes_fewer_steps() -> None:
     stats = engines[1].scheduler.stats
     assert steps[1] == steps[0] - stats.accepted_tokens < 20
     assert stats.decode_tokens == engines[0].scheduler.stats.decode_tokens
+    told = engines[1].stats()
+    assert (told.drafts, told.draft_tokens, told.accepted_tokens) == (
+        stats.drafts,
+        stats.draft_tokens,
+        stats.accepted_tokens,
+    )
 
 
 def test_recurrent_layers_leave_it_off_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -61,6 +62,7 @@ def test_a_lookup_rests_while_drafts_do_not_hold() -> None:
         elif drafts:
             lookup.learn(len(drafts), len(drafts))
     assert 2 < len(tried) < 30, "less and less often, but again and again"
+    assert min(later - one for one, later in pairwise(tried)) > 1, "not at once after one that failed"
     tokens.append(tokens[400 % 4])
     assert lookup.rate > 0.9 and len(proposed(lookup, tokens, 8)) == 8
     assert 7.0 < lookup.expected(8) < 8.0 and len(proposed(lookup, tokens, 3)) == 3
