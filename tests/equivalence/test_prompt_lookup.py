@@ -2,6 +2,7 @@
 
 import random
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ def run(seed: int, lookup: dict[str, int], tokens: int, **settings: Any) -> tupl
     engine.finetune(examples, "mine", LoRAConfig(rank=2), TrainingConfig(batch_size=2, epochs=2))
     common = [draws.randrange(3, 200) for _ in range(9)]
     sure = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias={7: 50.0}, logprobs=1)  # repeats itself
-    handles = [engine.generate([3, 4, 5, 6], "lora", sure)]
-    for _ in range(7):
+    drawn = replace(sure, temperature=1.0, seed=seed, logit_bias={7: 50.0, 8: 50.0})  # one of two tokens
+    handles = [engine.generate([3, 4, 5, 6], "lora", one) for one in (sure, drawn)]
+    for _ in range(6):
         own = [draws.randrange(3, 200) for _ in range(draws.randint(1, 5))]
         prompt = draws.choice((own, own * 4, common + own + common, common * 2))
         slo = draws.choice((SLO(), SLO(), SLO(between_tokens=0.02)))

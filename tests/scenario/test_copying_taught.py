@@ -1,4 +1,4 @@
-"""A task of copying, taught to coserve-tiny: with drafts its answers are the same, in a fraction of the steps."""
+"""A task of copying, taught to coserve-tiny: with drafts its answers are the same, in few steps."""
 
 import random
 from pathlib import Path
