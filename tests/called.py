@@ -90,6 +90,27 @@ _CALLS = {
         )
     },
 }  # fmt: skip
+# Messages in channels, as GPT-OSS' template has them: reasoning is before calls and the last answer alone.
+_CHANNELS = (
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
+    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% set last = namespace(name='') %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}"
+    "{% if m.thinking and (m.tool_calls or (loop.last and not add_generation_prompt)) %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% if m.tool_calls %}{% set c = m.tool_calls[0] %}{% set last.name = c.function.name %}"
+    "<|start|>assistant to=functions."
+    + _NAME
+    + "<|channel|>commentary json<|message|>"
+    + _VALUES
+    + "<|call|>"
+    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}{% endif %}"
+    "{% elif m.role == 'tool' %}<|start|>functions.{{ last.name }} to=assistant"
+    "<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 _SPECIAL = (
     "<|end|>",
     "<|user|>",
@@ -101,6 +122,12 @@ _SPECIAL = (
     "<|tool_call>",
     "<tool_call|>",
     '<|"|>',
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|call|>",
+    "<|return|>",
 )  # skipped in texts, as models' own
 _ADDED = (
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
@@ -113,6 +140,8 @@ _ADDED = (
 def template_of(name: str, thinks: bool = False) -> str:
     """A chat template that writes calls in the format of this name; one of a model that `thinks` has
     reasoning, which it opens unless `enable_thinking` is false."""
+    if name == "harmony":
+        return _CHANNELS
     thought = (
         "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
         if thinks
@@ -133,7 +162,8 @@ def tokenizer_for(template: str, has_tokens: bool = True) -> PreTrainedTokenizer
     bytes_alone = Tokenizer(models.BPE({letter: id for id, letter in enumerate(alphabet)}, []))
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytes_alone.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="<|end|>")
+    eos = "<|return|>" if template == _CHANNELS else "<|end|>"
+    made = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token=eos)
     special = _SPECIAL if has_tokens else _SPECIAL[:2]
     made.add_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     if has_tokens:
@@ -211,4 +241,4 @@ class Untrained:
         return found
 
 
-ALL = tuple(FORMATS)
+ALL = tuple(name for name in FORMATS if name != "harmony")  # whose messages are in channels

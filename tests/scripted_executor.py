@@ -54,7 +54,8 @@ class ScriptedExecutor(VirtualClock, Executor):
     beside it until its result is applied. A job in `failures` fails as soon as it has something to run. The
     second tier has room for `swap_pages`; writing and reading one there takes `swap_seconds`, and fails for
     copies, and segments of offloaded sequences, of which `loses` is true. Staging memory has room for
-    `staged` pages. `reads` gives what the plan that has just run read of a streamed base's weights.
+    `staged` pages. `reads` gives what the plan that has just run read of a streamed base's weights. The model
+    sees its `memory` newest tokens alone, and so repeats itself; 0: all.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         loses: Callable[[SwapOut | SwapIn | InferenceSegment], bool] = lambda move: False,
         reads: Callable[[], WeightReads] = WeightReads,
         staged: int = sys.maxsize,
+        memory: int = 0,
     ) -> None:
         super().__init__(seconds or CostModel().predict, plans_ahead, swap_seconds=swap_seconds)
         self.plans: list[BasePlan] = []
@@ -80,7 +82,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         self._reads = reads
         self._swap_pages, self._loses, self._staged = swap_pages, loses, staged
         self._copies: dict[int | bytes, list[list[int | None]]] = {}  # pasts of each page's slots
-        self._vocabulary = vocabulary
+        self._vocabulary, self._memory = vocabulary, memory
         self._failures = dict(failures or {})
         self._cache: dict[tuple[int, int], int] = {}  # page, slot -> past
         self._readers: dict[int, set[int]] = {}  # page -> keys of its sequences
@@ -228,11 +230,13 @@ class ScriptedExecutor(VirtualClock, Executor):
     def _claim(self, segment: InferenceSegment) -> None:
         assert segment.key in self._sequences, "a sequence that no plan has named"
         sequence = self._sequences[segment.key]
-        request, end = sequence.request, segment.start + segment.length
-        assert segment.length > 0 and segment.start == sequence.computed, "rows in order"
+        request, end = sequence.request, segment.start + segment.known
+        assert segment.known > 0 and segment.start == sequence.computed, "rows in order"
         virtual = request.traits.virtual
         assert segment.context == virtual + segment.start and segment.adapter == request.adapter
         assert end <= sequence.length, "rows that are not known yet"
+        assert not segment.drafts or end == sequence.length > len(request.prompt), "drafts in an answer alone"
+        end += len(segment.drafts)
         if segment.request is None:
             assert not segment.filled and segment.template is None, "new pages are empty"
         else:
@@ -252,7 +256,7 @@ class ScriptedExecutor(VirtualClock, Executor):
     def _infer(self, segment: InferenceSegment) -> Sampled:
         """Reads the past of the rows, and writes them; a page is right if its whole past is."""
         sequence = self._sequences[segment.key]
-        request, end = sequence.request, segment.start + segment.length
+        request, end = sequence.request, segment.start + segment.known
         self._pass_pages(sequence, segment)
         sequence.computed = end
         scored: tuple[TokenLogprobs, ...] = ()
@@ -260,15 +264,31 @@ class ScriptedExecutor(VirtualClock, Executor):
             last = min(end, len(request.prompt) - 1)
             scored = tuple(TokenLogprobs(-float(position + 1)) for position in range(segment.start, last))
         is_last = end == sequence.length
-        assert segment.tail_rows == len(scored) + is_last, "rows through the head"
+        assert segment.tail_rows == len(scored) + is_last + len(segment.drafts), "rows through the head"
         if not is_last:
-            return Sampled(None, prompt_logprobs=scored)
+            return Sampled(prompt_logprobs=scored)
         virtual = virtual_tokens(request.adapter or "", request.traits.virtual)
-        known = [*virtual, *sequence.tokens(0, sequence.length)]
-        sequence.output.append(next_token(known, self._vocabulary))
-        return Sampled(sequence.output[-1], prompt_logprobs=scored)
+        known, tokens = [*virtual, *sequence.tokens(0, sequence.length)], list[int]()
+        for draft in (*segment.drafts, None):
+            tokens.append(next_token(known[-self._memory :], self._vocabulary))
+            known.append(tokens[-1])
+            if tokens[-1] != draft:
+                break
+        sequence.output += tokens
+        if segment.drafts:
+            self._go_back(sequence)
+        return Sampled(tuple(tokens), prompt_logprobs=scored)
 
-    def _past(self, sequence: Sequence, end: int) -> list[int]:
+    def _go_back(self, sequence: Sequence) -> None:
+        """Forgets rows of drafts that did not hold, and pages that the sequence has for them alone."""
+        sequence.computed = sequence.length - 1
+        del self._pasts[sequence.key][sequence.virtual + sequence.computed :]
+        kept = -(-(sequence.virtual + sequence.length) // self._page_size)
+        for page in sequence.pages[kept:]:
+            self._readers[page].discard(sequence.key)
+        del sequence.pages[kept:]
+
+    def _past(self, sequence: Sequence, end: int, drafts: tuple[int, ...]) -> list[int]:
         """Returns what each position of a sequence up to token `end` must hold, virtual tokens first: a
         digest of all before it.
 
@@ -276,7 +296,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         """
         request, pasts = sequence.request, self._pasts[sequence.key]
         virtual, scope, adapter = request.traits.virtual, request.scope, request.adapter or ""
-        known = [*virtual_tokens(adapter, virtual), *sequence.tokens(0, end)]
+        known = [*virtual_tokens(adapter, virtual), *sequence.tokens(0, end, drafts)]
         for position in range(len(pasts), len(known)):
             before = pasts[-1] if pasts else _past_of(0, adapter)
             if position == virtual:
@@ -285,7 +305,7 @@ class ScriptedExecutor(VirtualClock, Executor):
         return pasts
 
     def _pass_pages(self, sequence: Sequence, segment: InferenceSegment) -> None:
-        pasts = self._past(sequence, segment.start + segment.length)
+        pasts = self._past(sequence, segment.start + segment.length, segment.drafts)
         for position in range(segment.context):
             assert self._cache.get(self._slot(sequence, position)) == pasts[position], "a foreign page"
         for position in range(segment.context, segment.context + segment.length):

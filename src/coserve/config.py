@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 from coserve.core.ranges import MOST_COUNT
 from coserve.core.setting import Flag, Range, check_ranges
 from coserve.core.size import read_memory, read_size
+from coserve.core.speculation import SpeculativeConfig
 from coserve.errors import ConfigError
 
 MOST_THREADS: Final = 1024  # that compute
@@ -100,6 +101,14 @@ class EngineConfig:
             name="--prefix-sharing/--no-prefix-sharing",
         ),
     ] = True
+    speculative_config: Annotated[
+        str | dict[str, Any],
+        Flag(
+            "Answers draft their next tokens from what they repeat, as in vLLM: "
+            '{{"method": "ngram", "num_speculative_tokens": 5}} and prompt_lookup_max, prompt_lookup_min.',
+            "JSON",
+        ),
+    ] = ""
     policy: Annotated[
         str,
         Flag(
@@ -170,7 +179,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "engine.")
-        _ = self.swap_nbytes
+        _ = self.swap_nbytes, self.speculation
         read_memory(self.memory)
         read_memory(self.adapter_memory, "adapter_memory")
         read_memory(self.base_memory, "base_memory")
@@ -237,6 +246,10 @@ class EngineConfig:
             "base": (bool(self.base), "its linears are computed elsewhere already"),
             "base_memory": (self.base_memory != "auto", "a base that is cut is not streamed"),
             "offload": (self.offload, "optimizer state that is cut stays beside its weights"),
+            "speculative_config": (
+                staged and bool(self.speculative_config),
+                "stages run several plans at once",
+            ),
         }
         for name, (is_set, reason) in refused.items():
             if is_set:
@@ -255,6 +268,7 @@ class EngineConfig:
             "quantize": (self.quantize != "none", "a block has its layers as they are"),
             "base_memory": (self.base_memory != "auto", "the workers' memory is not this engine's"),
             "deterministic": (self.deterministic, "workers compute rows together as they come"),
+            "speculative_config": (bool(self.speculative_config), "its workers take one token of a sequence"),
             "cache_dtype": (self.cache_dtype != "auto", "workers keep keys and values in the model's type"),
             "executor": (self.executor != "local", "its workers are processes of their own already"),
             "scheduler.training_window": (
@@ -294,6 +308,11 @@ class EngineConfig:
         nothing: planning takes the time of computing."""
         is_elsewhere = self.executor == "remote" or self.ranks > 1 or self.device != "cpu"
         return is_elsewhere if self.async_scheduling is None else self.async_scheduling
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Settings of speculative decoding; None where there is none. Raises ConfigError."""
+        return SpeculativeConfig.read(self.speculative_config)
 
     @property
     def swap_nbytes(self) -> int:

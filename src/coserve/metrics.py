@@ -170,6 +170,11 @@ class Metrics:
         self.recomputed_tokens = self._mirrored(
             "recomputed_tokens", "Tokens that passed the model again after a preemption."
         )
+        self.spec_drafts = self._mirrored("spec_decode_num_drafts", "Times that an answer drafted tokens.")
+        self.spec_draft_tokens = self._mirrored("spec_decode_num_draft_tokens", "Tokens drafted.")
+        self.spec_accepted_tokens = self._mirrored(
+            "spec_decode_num_accepted_tokens", "Of these, those that became the answer's."
+        )
 
     def _make_adapters(self) -> None:
         self.adapters_known = self._gauge("adapters_known", "Adapters that can be brought in from disk.")

@@ -175,7 +175,7 @@ class _Told:
     """A process that answers with one result."""
 
     def __init__(self, name: str, token: int) -> None:
-        self.name, self.result = name, BaseResult(seconds=0.0, sampled={7: Sampled(token)})
+        self.name, self.result = name, BaseResult(seconds=0.0, sampled={7: Sampled((token,))})
 
     def is_there(self) -> bool:
         return True
@@ -199,7 +199,7 @@ def test_ranks_that_draw_other_tokens_are_lost(token: int) -> None:
     executor._lost, executor._is_pipeline, executor._in_stage = None, False, 2
     executor.workers = [_Told("rank 0", 3), _Told("rank 1", token)]  # type: ignore[list-item]
     if token == 3:
-        assert executor._receive(BasePlan()).sampled[7].token == 3
+        assert executor._receive(BasePlan()).sampled[7].tokens == (3,)
         return
     with pytest.raises(EngineLost, match="rank 1 has drawn other tokens than the first one"):
         executor._receive(BasePlan())

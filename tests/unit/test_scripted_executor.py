@@ -35,8 +35,8 @@ def batch() -> MicroBatch:
 
 def test_tokens_follow_from_tokens() -> None:
     executor, it = ScriptedExecutor(2), sequence()
-    assert executor.run(infer((it, 0, 2))).sampled[1].token is None
-    assert executor.run(infer((it, 2, 1))).sampled[1].token == next_token((4, 5, 6), 1000)
+    assert executor.run(infer((it, 0, 2))).sampled[1].tokens == ()
+    assert executor.run(infer((it, 2, 1))).sampled[1].tokens == (next_token((4, 5, 6), 1000),)
     assert executor.now > 0
 
 

@@ -30,6 +30,10 @@ class InferenceSegment(msgspec.Struct, frozen=True, omit_defaults=True):
 
     An `offloaded` sequence has all its pages in slower memory, from which its rows read their context: they
     are numbered behind those of the device, and no other sequence reads them.
+
+    The last rows are those of the `drafts`, tokens that are expected to follow those known. A token is
+    sampled behind each of them too. The answer goes on with those of the longest beginning of the drafts that
+    is sampled so, and one more. Pages that the sequence does not need for these are its own no longer.
     """
 
     key: int
@@ -43,6 +47,12 @@ class InferenceSegment(msgspec.Struct, frozen=True, omit_defaults=True):
     request: Request | None = None
     filled: int = 0
     template: int | None = None
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def known(self) -> int:
+        """Rows of tokens that are known, without those of drafts."""
+        return self.length - len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,12 +413,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token sampled for one sequence. `prompt_logprobs` are those of the prompt positions scored in this
-    step, in order, without the first prompt token. `pooled` is what the step's rows add to an embedding, by
-    its pooling: numbers for the model's width, float32, little-endian."""
+    """The tokens sampled for one sequence: none where a prefill chunk ended before the prompt did, several
+    where drafts held. `logprobs` are theirs, where asked for. `prompt_logprobs` are those of the prompt
+    positions scored in this step, in order, without the first prompt token. `pooled` is what the step's rows
+    add to an embedding, by its pooling: numbers for the model's width, float32, little-endian."""
 
-    token: int | None  # None where a prefill chunk ended before the prompt did
-    logprobs: TokenLogprobs | None = None
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     pooled: bytes = b""
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Final
 
 from coserve.core.request import BASE, FinishReason, Request
+from coserve.core.speculation import PromptLookup
 
 
 class Direction(Enum):
@@ -99,7 +100,8 @@ class Sequence:
     that it will need from the start, shares none, and is not preempted.
 
     Plans under way count as done: their rows are `computed`, and the tokens that they will sample are counted
-    in `length` and `unsampled`.
+    in `length` and `unsampled`. Of rows with drafts only the first counts, until the result tells how many of
+    them hold: meanwhile the sequence gets no further rows.
     """
 
     key: int
@@ -131,6 +133,7 @@ class Sequence:
     slowest: float = 0.0  # longest time between two of its tokens so far, seconds
     reported: int = 0  # rows of the prompt whose log-probabilities have been handed out
     finish_reason: FinishReason | None = None
+    lookup: PromptLookup | None = None  # what drafts its next tokens, where that is asked for
 
     @property
     def known(self) -> int:
@@ -161,8 +164,8 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens to pass through the model before the next one can be sampled; 0 where none follows the
-        unsampled ones, and while its pages are read from the second tier."""
-        if self.loading:
+        unsampled ones, while its pages are read from the second tier, and while drafts are verified."""
+        if self.loading or (self.lookup is not None and self.lookup.under_way):
             return 0
         answered = (
             len(self.output) + self.unsampled
@@ -190,9 +193,12 @@ class Sequence:
         prompt = len(self.request.prompt)
         return start == prompt + len(self.output) + self.unsampled - 1 >= prompt
 
-    def tokens(self, start: int, length: int) -> list[int]:
-        """Token ids at positions [start, start + length)."""
+    def tokens(self, start: int, length: int, drafts: tuple[int, ...] = ()) -> list[int]:
+        """Token ids at positions [start, start + length), with `drafts` behind those known."""
         prompt = self.request.prompt
+        if drafts and (known := min(self.known - start, length)) < length:
+            drafted = drafts[start + max(known, 0) - self.known : start + length - self.known]
+            return [*(self.tokens(start, known) if known > 0 else ()), *drafted]
         if start >= len(prompt):
             return self.output[start - len(prompt) : start - len(prompt) + length]
         if start + length <= len(prompt):

@@ -54,6 +54,7 @@ class Completion:
         self.finish_reason: FinishReason | None = None
         self.error: CoserveError | None = None
         self._stream = text
+        self._taken = len(sequence.request.continued)  # tokens
         self._drive, self._cancel = drive, cancel
         self._grammar = grammar
         self._deltas: deque[Delta] = deque()
@@ -99,7 +100,8 @@ class Completion:
         return self._stream.stopped
 
     def take(self, event: TokenEvent) -> bool:
-        """Appends a token; True if it completes a stop string, which ends the answer."""
+        """Appends a token; True if it completes a stop string, which ends the answer. What the same step
+        brought behind it is no part of it."""
         self.prompt_logprobs += event.prompt_logprobs
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
@@ -109,6 +111,14 @@ class Completion:
             return False
         text = "" if self._stream is None else self._stream.push(event.token)
         self._add(Delta(text, event.token, event.logprobs))
+        self._taken += 1
+        if self.stopped:
+            del self.sequence.output[self._taken :]
+        return self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        """Tells whether the text has a stop string."""
         return self._stream is not None and self._stream.stopped
 
     def finish(self, reason: FinishReason, error: CoserveError | None = None) -> None:

@@ -235,10 +235,11 @@ class StepLoop(Generic[H]):
         match event:
             case TokenEvent():
                 completion = self.completions[event.key]
-                stopped = completion.take(event)
+                is_over = completion.stopped  # by an earlier token of the same step
+                stopped = is_over or completion.take(event)
                 if event.finish_reason is not None:
-                    self._complete(host, event.key, event.finish_reason)
-                elif stopped:
+                    self._complete(host, event.key, FinishReason.STOP if is_over else event.finish_reason)
+                elif stopped and not is_over:
                     self.scheduler.requests.finish(event.key, FinishReason.STOP)
             case Finished():
                 self._complete(host, event.key, event.finish_reason)

@@ -74,6 +74,15 @@ class PagePool:
             self._owned.setdefault(owner, []).extend((*shared, *taken))
         return taken
 
+    def give_back(self, owner: Hashable, count: int) -> None:
+        """Frees the last `count` pages that `owner` was given, which nobody else reads and which have no
+        name."""
+        for _ in range(count):
+            page = self._owned[owner].pop()
+            self._readers[page] -= 1
+            assert not self._readers[page] and page not in self._names, f"page {page} is of use to others"
+            self._lay_down(page)
+
     def free(self, owner: Hashable) -> int:
         """Frees all pages of `owner`; returns their number.
 

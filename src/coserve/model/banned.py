@@ -20,9 +20,9 @@ class BannedSequences:
         """Adds the answer's next token."""
         self._end.append(token)
 
-    def next(self) -> list[int]:
-        """The tokens that must not come next."""
-        if not self._end:
+    def next(self, ahead: Sequence[int] = ()) -> list[int]:
+        """The tokens that must not come next, behind those `ahead`."""
+        end = [*self._end, *ahead]
+        if not end:
             return []
-        end = list(self._end)
         return [last for before, last in self._by_last.get(end[-1], ()) if end[-len(before) :] == before]

@@ -114,13 +114,18 @@ class Matcher:
     def __init__(self, matcher: LLMatcher, eos_ids: Sequence[int]) -> None:
         self._matcher, self._eos_ids = matcher, eos_ids
 
-    def allowed(self, vocab: int, device: torch.device) -> Tensor:
-        """[vocab] bool: the tokens that may come next; at least one of them is true."""
-        mask = torch.zeros(vocab, dtype=torch.bool)
-        if not self._matcher.is_stopped():
-            found = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+    def allowed(self, vocab: int, device: torch.device, ahead: Sequence[int] = ()) -> Tensor:
+        """[vocab] bool: the tokens that may come next, behind those `ahead`. At least one is true; all are
+        behind tokens that may not come."""
+        mask, matcher = torch.zeros(vocab, dtype=torch.bool), self._matcher
+        if ahead:
+            matcher = matcher.deep_copy()
+            if matcher.validate_tokens(list(ahead)) < len(ahead) or not matcher.consume_tokens(list(ahead)):
+                return torch.ones(vocab, dtype=torch.bool, device=device)
+        if not matcher.is_stopped():
+            found = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
             mask = found[:vocab] > 0
-        if self._matcher.is_stopped():  # possibly by the last token
+        if matcher.is_stopped():  # possibly by the last token
             mask = torch.zeros(vocab, dtype=torch.bool)
             mask[self._eos_ids] = True
         return mask.to(device)

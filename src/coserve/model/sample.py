@@ -13,6 +13,7 @@ changes the answer only if the two largest sums are that close. It needs no sort
 does not depend on which other tokens or rows were considered.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,17 +31,24 @@ NO_TOKEN = -1  # in place of a token, where there is none to choose
 ROWS_AT_ONCE = 32  # rows drawn together; bounds the temporaries, about 24 bytes per row and vocabulary entry
 
 
-def sample(logits: Tensor, slots: Tensor, positions: Tensor, table: SamplingTable) -> Tensor:
+def sample(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    table: SamplingTable,
+    ahead: Sequence[Sequence[int]] = (),
+) -> Tensor:
     """The next token of every row, [B] int64; `NO_TOKEN` where all are suppressed, or where the logits are
     not numbers.
 
     `logits` [B, V] are the model's own and stay untouched; `slots` [B] are the rows' slots in `table`, and
-    `positions` [B] those of the sampled tokens in their sequences (prompt and answer).
+    `positions` [B] those of the sampled tokens in their sequences (prompt and answer). Several rows of a slot
+    have tokens `ahead` of theirs that are not recorded yet.
     """
     if table.is_plain and not table.drawing and native.takes(logits):
         return native.argmax(logits)  # `NO_TOKEN` too is the kernel's
     if not table.is_plain:
-        logits = table.adjusted(logits.float(), slots, positions)
+        logits = table.adjusted(logits.float(), slots, positions, ahead)
     if not native_draw.takes(logits):
         return _possible(_sample(logits.float(), slots, positions, table), logits)
     tokens = native_draw.draw(logits, slots, positions, table.columns)

@@ -179,9 +179,11 @@ class SamplingTable:
 
         return record
 
-    def adjusted(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def adjusted(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, ahead: Sequence[Sequence[int]] = ()
+    ) -> Tensor:
         """`logits` [B, V] with bias, penalties, and suppressed tokens (including those a grammar forbids); a
-        copy if changed."""
+        copy if changed. Each row may have tokens `ahead`, which count as recorded."""
         if self.is_plain:
             return logits
         logits = logits.clone()
@@ -189,24 +191,34 @@ class SamplingTable:
             rows, tokens, values = self._biases.match(slots)
             logits[rows, tokens] += values
         if self._rows:
-            self._penalise(logits, slots)
+            self._penalise(logits, slots, ahead)
         if self._held:
             rows, tokens, values = self._held.match(slots)
             early = (positions[rows] < self.first_end[slots[rows]]).nonzero().squeeze(1)
             logits[rows[early], tokens[early]] = values[early]
         for row, slot in enumerate(slots.tolist() if self._matchers or self._banned else ()):
-            if slot in self._banned and (tokens_left_out := self._banned[slot].next()):
+            before = ahead[row] if ahead else ()
+            if slot in self._banned and (tokens_left_out := self._banned[slot].next(before)):
                 logits[row, tokens_left_out] = -torch.inf
             if slot in self._matchers:
-                allowed = self._matchers[slot].allowed(self.vocab, self.device)
+                allowed = self._matchers[slot].allowed(self.vocab, self.device, before)
                 logits[row].masked_fill_(~allowed, -torch.inf)
         return logits
 
-    def _penalise(self, logits: Tensor, slots: Tensor) -> None:
+    def _penalise(self, logits: Tensor, slots: Tensor, ahead: Sequence[Sequence[int]] = ()) -> None:
         """Repetition as transformers defines it, presence and frequency as OpenAI does; in place."""
         rows = (self.count_row[slots] >= 0).nonzero().squeeze(1)
         slots = slots[rows]
         counts = self._generated[self.count_row[slots]]
+        if ahead:  # a draft may be a token of the prompt that no answer can have
+            told = [
+                (i, token)
+                for i, row in enumerate(rows.tolist())
+                for token in ahead[row]
+                if token < self.vocab
+            ]
+            places = torch.tensor(told, dtype=torch.long, device=self.device).reshape(-1, 2).T
+            counts.index_put_((places[0], places[1]), counts.new_ones(len(told)), accumulate=True)
         seen = (counts > 0) | self._prompted[self.count_row[slots]]
         repetition = self.repetition[slots, None]
         scores = logits[rows]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from coserve.core.row_buckets import EXACT, RowBuckets
+from coserve.core.speculation import SpeculativeConfig
 from coserve.errors import ConfigError
 from coserve.schedule.overlap import ALONE, Overlap
 
@@ -11,7 +12,7 @@ from coserve.schedule.overlap import ALONE, Overlap
 SET_BY_ENGINE: Final = frozenset(
     {
         "layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing", "interruptible",
-        "row_buckets", "overlap", "kept_states", "state_rows",
+        "row_buckets", "overlap", "kept_states", "state_rows", "speculation",
     }
 )  # fmt: skip
 
@@ -50,6 +51,7 @@ class SchedulerConfig:
     state_rows: int | None = None  # training windows begin at multiples of so many rows of a micro-batch
     row_buckets: RowBuckets = EXACT  # the device's: prompts are cut where no padding is needed
     overlap: Overlap = ALONE  # of the executor's plans
+    speculation: SpeculativeConfig | None = None  # whether sequences draft their next tokens
 
     @property
     def reserved_rows(self) -> int:
@@ -57,6 +59,12 @@ class SchedulerConfig:
         and run alone where memory is free for them (`TrainingPacker`), unless `max_training_rows` says
         otherwise."""
         return _RESERVED if self.max_training_rows is None else self.max_training_rows
+
+    @property
+    def sampled_rows(self) -> int:
+        """Most rows of answers in a step of which tokens are sampled: each sequence's, and drafts, also where
+        one sequence is all that may run."""
+        return self.max_running + (self.speculation.num_speculative_tokens if self.speculation else 0)
 
     def __post_init__(self) -> None:
         checks = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 
 from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
 from coserve.core.plan import BasePlan, BaseResult, InferenceSegment, Sampled, TokenLogprobs
@@ -132,9 +133,7 @@ class OpenRequests:
         for segment in plan.inference:
             if segment.key not in self.sequences:  # cancelled while the step ran
                 continue
-            event = self._record(self.sequences[segment.key], cache, segment, result, now)
-            if event is not None:
-                events.append(event)
+            events += self._record(self.sequences[segment.key], cache, segment, result, now)
         return events
 
     def charge(self, training: float, now: float) -> None:
@@ -189,25 +188,27 @@ class OpenRequests:
         segment: InferenceSegment,
         result: BaseResult,
         now: float,
-    ) -> TokenEvent | None:
+    ) -> list[TokenEvent]:
         """Records a segment that ran; ends the sequence with the last token of its answer."""
-        if segment.length == 1:
-            self._stats.decode_tokens += 1
-        else:
-            self._stats.prefill_tokens += segment.length
-        end = segment.start + segment.length
+        end = segment.start + segment.known
         self._stats.recomputed_tokens += max(min(end, sequence.reached) - segment.start, 0)
         sequence.template = None  # it has been copied, and may change hands
-        event = record(sequence, segment, result.sampled.get(sequence.key), now)
+        events = record(sequence, segment, result.sampled.get(sequence.key), now, cache.config)
+        if segment.known == 1:
+            self._stats.decode_tokens += max(len(events), 1)
+        else:
+            self._stats.prefill_tokens += segment.length
+        if segment.drafts:
+            self._stats.drafts += 1
+            self._stats.draft_tokens += len(segment.drafts)
+            self._stats.accepted_tokens += max(len(events) - 1, 0)
         if sequence.pages:  # a later plan may have preempted it
             cache.prefixes.record(sequence)
-        if event is None:
-            return None
-        reason = stop_reason(sequence, cache.config, end)
-        if reason is None:
-            return event
-        self._retire(sequence, reason, now)
-        return replace(event, finish_reason=reason)
+            if segment.drafts:
+                self.queues.shrink(sequence)
+        if events and (reason := events[-1].finish_reason) is not None:
+            self._retire(sequence, reason, now)
+        return events
 
     def _retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         del self.sequences[sequence.key]
@@ -223,35 +224,50 @@ def _is_bounded(request: Request) -> bool:
 
 
 def record(
-    sequence: Sequence, segment: InferenceSegment, sampled: Sampled | None, now: float
-) -> TokenEvent | None:
-    """Records a segment that ran and the token sampled from it.
+    sequence: Sequence,
+    segment: InferenceSegment,
+    sampled: Sampled | None,
+    now: float,
+    config: SchedulerConfig,
+) -> list[TokenEvent]:
+    """Records a segment that ran and the tokens sampled from it, up to the answer's last one.
 
-    Returns the event, without a finish reason; None where there is no token or score to report.
+    Returns an event for each, or one without a token where there is a score to report.
     """
-    request = sequence.request
-    ends = segment.start + segment.length == len(request.prompt) + len(sequence.output)
+    end = segment.start + segment.known
+    ends = end == len(sequence.request.prompt) + len(sequence.output)
     sequence.under_way -= 1
     if sampled is None:
         assert not ends, f"sequence {sequence.key} ran to its end and no token was sampled"
-        return None
-    assert ends == (sampled.token is not None), "a token follows the last one known, and only that"
-    scored = _fresh(sequence, segment, sampled) if request.sampling.prompt_logprobs is not None else ()
-    if request.sampling.max_tokens == 0:  # the prompt was to be read, without an answer
-        if not (scored or ends or sampled.pooled):
-            return None
-        pooled, restarts = sampled.pooled, segment.start == 0
-        return TokenEvent(
-            sequence.key, sequence.request.id, None, None, scored, pooled=pooled, restarts=restarts
-        )
-    if sampled.token is not None:
-        _append(sequence, sampled.token, now)
-    elif not scored:
-        return None
-    cached = sequence.cached or 0 if len(sequence.output) == 1 else 0
-    return TokenEvent(
-        sequence.key, sequence.request.id, sampled.token, sampled.logprobs, scored, cached=cached
+        return []
+    assert ends == bool(sampled.tokens), "tokens follow the last one known, and only that"
+    event = TokenEvent(
+        sequence.key, sequence.request.id, None, prompt_logprobs=_fresh(sequence, segment, sampled)
     )
+    if sequence.request.sampling.max_tokens == 0:  # the prompt was to be read, without an answer
+        if not (event.prompt_logprobs or ends or sampled.pooled):
+            return []
+        reason = stop_reason(sequence, config, end)
+        pooled, restarts = sampled.pooled, segment.start == 0
+        return [replace(event, pooled=pooled, restarts=restarts, finish_reason=reason)]
+    if not sampled.tokens:
+        return [event] if event.prompt_logprobs else []
+    sequence.unsampled -= 1
+    events = list[TokenEvent]()
+    for token, logprobs in zip_longest(sampled.tokens, sampled.logprobs):
+        _append(sequence, token, now)
+        reason, cached = stop_reason(sequence, config), sequence.cached if len(sequence.output) == 1 else 0
+        events.append(
+            replace(event, token=token, logprobs=logprobs, finish_reason=reason, cached=cached or 0)
+        )
+        event = replace(event, prompt_logprobs=())
+        if reason is not None:
+            break
+    if sequence.lookup is not None and segment.drafts:
+        sequence.lookup.learn(len(segment.drafts), len(sampled.tokens) - 1)
+        if sequence.pages:  # else a later plan has preempted it, with the first row computed
+            sequence.computed += len(events) - 1
+    return events
 
 
 def stop_reason(sequence: Sequence, config: SchedulerConfig, read: int = 0) -> FinishReason | None:
@@ -280,7 +296,6 @@ def _fresh(sequence: Sequence, segment: InferenceSegment, sampled: Sampled) -> t
 
 def _append(sequence: Sequence, token: int, now: float) -> None:
     sequence.output.append(token)
-    sequence.unsampled -= 1
     if sequence.last_token_at is None:
         sequence.first_token_at, sequence.deferred_first = now, sequence.deferred
     else:

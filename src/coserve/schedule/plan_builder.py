@@ -1,5 +1,6 @@
 """A plan under construction."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coserve.core.plan import InferenceSegment, OptimStep, TrainingSegment
@@ -85,15 +86,23 @@ class PlanBuilder:
             alone.add_update(base, update)
         return alone
 
-    def add(self, sequence: Sequence, rows: int, filled: int = 0) -> None:
-        """Adds the next `rows` of a sequence, preceded by its adapter's last `filled` virtual tokens."""
-        segment = inference_segment(sequence, sequence.computed, rows)
+    def add(self, sequence: Sequence, rows: int, filled: int = 0, drafts: tuple[int, ...] = ()) -> None:
+        """Adds the next `rows` of a sequence, preceded by its adapter's last `filled` virtual tokens, and
+        rows of `drafts` behind them."""
+        segment = inference_segment(sequence, sequence.computed, rows, drafts)
         self.answering.append(sequence)
         self.inference.append(segment)
         features, request = self.features[sequence.request.base], sequence.request
         if filled:
             features.add_fill(request.virtual - filled, filled)
         features.add_inference(segment.context, rows, segment.tail_rows, segment.adapter, segment.offloaded)
+
+    def with_drafts(self, drafts: Mapping[int, tuple[int, ...]]) -> "PlanBuilder":
+        """The step of decode rows alone, with these drafts behind the rows of the sequences of these keys."""
+        drafted = PlanBuilder(self.now)
+        for sequence in self.answering:
+            drafted.add(sequence, 1, drafts=drafts.get(sequence.key, ()))
+        return drafted
 
     def add_training(self, batch: MicroBatch, segment: TrainingSegment) -> None:
         """Adds a window of a micro-batch."""

@@ -75,7 +75,7 @@ class PromptPacker:
         """
         beside = any(map(is_new, self.queues.running)) and not is_new(sequence)
         limit = INFINITE if is_new(sequence) else self.limit  # a newcomer is not held to others' bounds
-        first = all(segment.length == 1 for segment in self.builder.inference)
+        first = all(segment.known == 1 for segment in self.builder.inference)
         cut = self.queues.caches.of(sequence).prefixes.next_cut(sequence)
         most = min(self.left, sequence.remaining, cut - sequence.computed)
         least = min(self.least, most) if first and not beside else 0

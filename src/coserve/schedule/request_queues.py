@@ -207,6 +207,15 @@ class RequestQueues:
                 return False
         return True
 
+    def shrink(self, sequence: Sequence) -> None:
+        """Frees pages that a running sequence has beyond those for its tokens, as drafts have not held."""
+        pages = self.caches.of(sequence).pages
+        kept = pages.pages_for(sequence.virtual + sequence.length)
+        if (excess := len(sequence.pages) - kept) > 0:
+            pages.give_back(sequence.key, excess)
+            del sequence.pages[kept:]
+            sequence.told = kept
+
     def _give_up(self, cache: BaseCache) -> bool:
         """Drops the copy of which pages are still held to be written, as they are needed now; tells whether
         there was one."""

@@ -8,6 +8,7 @@ counts these as done.
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -18,6 +19,7 @@ from coserve.errors import OffloadFailed
 from coserve.schedule.background import BackgroundTurns, make_way
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.cost import CostModel
+from coserve.schedule.drafting import add_drafts, awaits_drafts
 from coserve.schedule.features import StepFeatures
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
 from coserve.schedule.offloading import OffloadTurns
@@ -160,6 +162,8 @@ class Scheduler:
             resting = self._offload_turns.resting((*view.running, *view.waiting), now)
             resting |= self._background.resting(view.running, view.waiting, now, self.cost, self.config)
             closed = self._decode(builder, resting)
+            limit = partial(self._limit, builder, [])
+            builder = add_drafts(builder, self._queues, self.cost, self.config, limit)
             self._prefill(builder, view, resting, closed)
             self._background.note(builder)
         if self._underway:
@@ -234,7 +238,11 @@ class Scheduler:
         """Adds a row for each sequence with only its newest token to compute, but those that rest. Returns
         the bases of which this preempted a sequence."""
         closed = set[str]()
-        running = [sequence for sequence in self._queues.running if sequence.key not in resting]
+        running = [
+            sequence
+            for sequence in self._queues.running
+            if sequence.key not in resting and not awaits_drafts(sequence, self._queues)
+        ]
         for sequence in decoding(running, self.cost, self.config):
             before = self.stats.preemptions
             if sequence.pages and self._queues.grow(sequence, builder.now):  # else it was preempted
@@ -262,14 +270,19 @@ class Scheduler:
     ) -> int:
         """Adds at most so many prompt rows of sequences in `line`; returns how many of these are left. Where
         none has to run (`least`), none breaks a bound between tokens."""
-        beside = bool(self._underway)
-        limit = prefill_limit(builder, line if least else [], self.cost, self.config, beside)
-        if beside:  # where inference takes longer than on the whole machine
-            limit /= self.cost.first.interference.inference
-        limit = min(limit, step_limit(self._queues.running, self.cost, self.config))
+        limit = self._limit(builder, line if least else [])
         packer = PromptPacker(builder, self._queues, self.cost, self.config, rows, limit, closed, least)
         packer.pack(line)
         return packer.left
+
+    def _limit(self, builder: PlanBuilder, line: list[Sequence]) -> float:
+        """Most seconds that the step is predicted to take with more rows of answers, of prompts in `line` or
+        of drafts."""
+        beside = bool(self._underway)
+        limit = prefill_limit(builder, line, self.cost, self.config, beside)
+        if beside:  # where inference takes longer than on the whole machine
+            limit /= self.cost.first.interference.inference
+        return min(limit, step_limit(self._queues.running, self.cost, self.config))
 
     def _prompt_rows(self, builder: PlanBuilder) -> int:
         """Most prompt rows of the step: as configured, and those that would pad its decode rows.

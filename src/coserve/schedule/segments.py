@@ -8,21 +8,24 @@ from coserve.core.plan import BasePlan, InferenceSegment, MicroBatchStart, Train
 from coserve.core.sequence import Direction, MicroBatch, Sequence, Span
 
 
-def inference_segment(sequence: Sequence, start: int, rows: int) -> InferenceSegment:
-    """Rows [start, start + rows) of a sequence's own tokens, all before its adapter acts or none; `announce`
-    adds the pages."""
+def inference_segment(
+    sequence: Sequence, start: int, rows: int, drafts: tuple[int, ...] = ()
+) -> InferenceSegment:
+    """Rows [start, start + rows) of a sequence's own tokens, all before its adapter acts or none, and those
+    of `drafts` behind them; `announce` adds the pages."""
     request, end = sequence.request, start + rows
-    tail = 1 if end == len(request.prompt) + len(sequence.output) + sequence.unsampled else 0
+    tail = 1 + len(drafts) if end == len(request.prompt) + len(sequence.output) + sequence.unsampled else 0
     if request.sampling.prompt_logprobs is not None:
         tail += max(0, min(end, len(request.prompt) - 1) - start)
     return InferenceSegment(
         sequence.key,
         start,
-        rows,
+        rows + len(drafts),
         request.traits.virtual + start,
         tail,
         request.adapter if start >= request.traits.active_from else None,
         offloaded=sequence.offloaded,
+        drafts=drafts,
     )
 
 
@@ -57,9 +60,11 @@ def announce(
 
 
 def note_planned(sequence: Sequence, segment: InferenceSegment, expected_at: float) -> None:
-    """Counts a launched segment as done; its token is expected at `expected_at`."""
+    """Counts a launched segment as done, but for its drafts; its token is expected at `expected_at`."""
     sequence.under_way += 1
-    sequence.computed += segment.length
+    sequence.computed += segment.known
+    if sequence.lookup is not None:
+        sequence.lookup.under_way = len(segment.drafts)
     request = sequence.request
     length = len(request.prompt) + len(sequence.output) + sequence.unsampled
     if sequence.computed == length and request.sampling.max_tokens > 0:

@@ -19,6 +19,9 @@ class Stats:
     fused_possible: int = 0  # inference in the step, and training was there to join it
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    drafts: int = 0  # segments that verified draft tokens
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # draft tokens that became the answer's
     kept_rows: float = 0.0  # forward; the tail counts neither here nor in `backward_rows`
     backward_rows: float = 0.0
     updates: int = 0

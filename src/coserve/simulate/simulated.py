@@ -30,8 +30,8 @@ from coserve.simulate.virtual_clock import VirtualClock, told
 if TYPE_CHECKING:
     from coserve.executors.executor import Command, ExecutorSpec, R
 
-_TOKEN: Final = Sampled(0)
-_NONE_YET: Final = Sampled(None)
+_TOKEN: Final = Sampled((0,))
+_NONE_YET: Final = Sampled()
 
 
 class SimulatedExecutor(VirtualClock):
@@ -151,7 +151,7 @@ class SimulatedExecutor(VirtualClock):
         self._known[key] = known + is_last
         scored = segment.tail_rows - is_last
         if scored:
-            return Sampled(0 if is_last else None, prompt_logprobs=(TokenLogprobs(0.0),) * scored)
+            return Sampled((0,) * is_last, prompt_logprobs=(TokenLogprobs(0.0),) * scored)
         return _TOKEN if is_last else _NONE_YET
 
     def _outputs(self, trained: Iterable[TrainingSegment]) -> dict[int, MicroBatchOutput]:

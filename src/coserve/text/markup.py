@@ -14,28 +14,32 @@ from coserve.text.tokenizer import Tokenizer
 from coserve.text.told_tools import CALLED, TOOLS
 from coserve.text.tools.format import ToolFormat
 from coserve.text.tools.formats import named_format, written_format
+from coserve.text.tools.harmony import CHANNEL, HARMONY, MESSAGE, START, ChannelReader, channel_at_end
 from coserve.text.tools.lark import Lark
 from coserve.text.tools.reader import CallReader
 from coserve.text.tools.tool import Tool
 
 _ENDING: Final = 16  # tokens of a prompt in which its end opens reasoning
+_HEADER: Final = 64  # tokens of a message's header
 
 
 @dataclass(frozen=True, slots=True)
 class Markup:
     """A way to read the text of an answer. It `has_reasoning` before it, of which the prompt has the
     opening mark where that `is_open`, and calls of `tools` by name in a `format`. The special tokens `kept`
-    are part of its text."""
+    are part of its text. An answer in channels goes on within the message of a `channel`, or begins with a
+    header where that is empty."""
 
     has_reasoning: bool = False
     is_open: bool = False
     format: ToolFormat | None = None
     tools: Mapping[str, Tool] = field(default_factory=dict)
     kept: Mapping[int, str] = field(default_factory=dict)
+    channel: str | None = None
 
     def __bool__(self) -> bool:
         """Tells whether an answer may hold anything but text."""
-        return self.has_reasoning or self.format is not None
+        return self.has_reasoning or self.format is not None or self.channel is not None
 
     def reader(self) -> "AnswerReader":
         """A reader of one answer."""
@@ -50,7 +54,11 @@ class AnswerReader:
 
     def __init__(self, markup: Markup) -> None:
         self._reasoning = ReasoningReader(markup.is_open) if markup.has_reasoning else None
-        self._calls = None if markup.format is None else CallReader(markup.format, markup.tools)
+        self._calls: CallReader | ChannelReader | None = None
+        if markup.channel is not None:
+            self._calls = ChannelReader(markup.channel, markup.tools)
+        elif markup.format is not None:
+            self._calls = CallReader(markup.format, markup.tools)
 
     @property
     def calls(self) -> int:
@@ -90,7 +98,10 @@ class Markups:
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = {name: self._added[name] for name in special}
         self._template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-        self.has_reasoning = CLOSING in self._template
+        self._has_channels = self._named is HARMONY or all(
+            mark in self._template for mark in (START, CHANNEL, MESSAGE)
+        )
+        self.has_reasoning = CLOSING in self._template and not self._has_channels
         self._lock = threading.Lock()
 
     def reads(self, variable: str) -> bool:
@@ -117,6 +128,11 @@ class Markups:
     def of(self, prompt: Sequence[int], tools: Sequence[Tool] = ()) -> Markup:
         """The markup of an answer to a prompt that may call `tools`. Raises as `format` does."""
         format = self.format() if tools else None
+        if format is HARMONY or (format is None and self._has_channels):
+            tools_by_name = {tool.name: tool for tool in tools}
+            return Markup(
+                format=format, tools=tools_by_name, kept=self._kept(HARMONY), channel=self._channel(prompt)
+            )
         return Markup(
             self.has_reasoning,
             self.has_reasoning and self._is_thinking(prompt),
@@ -138,6 +154,15 @@ class Markups:
         """Tells whether a prompt ends within reasoning, as some templates open it."""
         end = self._tokenizer.decode(list(prompt[-_ENDING:]), clean_up_tokenization_spaces=False)
         return end.rstrip().endswith(OPENING)
+
+    def _channel(self, prompt: Sequence[int]) -> str:
+        """The channel of the message within which a prompt ends; empty where it ends before a header."""
+        start, message = (self._added.get(mark, -1) for mark in (START, MESSAGE))
+        place = next(
+            (i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in (start, message)), len(prompt)
+        )
+        header = list(prompt[max(place - _HEADER, 0) : place + 1])
+        return channel_at_end(self._tokenizer.decode(header, clean_up_tokenization_spaces=False))
 
     def _kept(self, format: ToolFormat | None) -> Mapping[int, str]:
         literals = [

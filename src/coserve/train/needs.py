@@ -141,9 +141,9 @@ def step_bytes(base: Base, config: SchedulerConfig, pages: int) -> int:
     """The most bytes of a step's inference while it runs: its rows inside a layer, one layer's keys and
     values gathered from `pages` bytes of them, and the logits for sampling."""
     width, exact = base.dtype.itemsize, exact_type(base.dtype).itemsize
-    rows = config.max_prefill_rows + config.max_running
+    rows = config.max_prefill_rows + config.sampled_rows
     widest = max(sum(_wide(base, block.path)) for block in base.chain)
-    logits = config.max_running * base.vocabulary * 2 * (width + exact)
+    logits = config.sampled_rows * base.vocabulary * 2 * (width + exact)
     return rows * widest * width + pages // sum(cache.reads is None for cache in base.caches) + logits
 
 

@@ -562,6 +562,9 @@ class EngineStats(WireMessage, frozen=True):
     offloaded_read_bytes: int = 0
     offload_failures: int = 0  # sequences whose keys and values could not be written or read
     recomputed_tokens: int = 0  # that passed the model again after a preemption
+    drafts: int = 0  # of speculative decoding: how often tokens were drafted, how many, and how many held
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     unreadable: str = ""  # why weights of a streamed or remote base are not there now; all work waits
 
 

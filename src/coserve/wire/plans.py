@@ -49,7 +49,7 @@ def encode_result(result: BaseResult) -> bytes:
 
 def drawn_of(result: BaseResult) -> bytes:
     """A digest of the tokens that were drawn, by which ranks are compared."""
-    drawn = _encoder.encode([(key, sampled.token) for key, sampled in result.sampled.items()])
+    drawn = _encoder.encode([(key, sampled.tokens) for key, sampled in result.sampled.items()])
     return hashlib.blake2b(drawn, digest_size=DRAWN).digest()
 
 

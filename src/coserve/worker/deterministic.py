@@ -44,9 +44,13 @@ class DeterministicSampler(Sampler):
         late = [ranged for ranged in adapters if ranged[1].touches(self.base.late_sites)]
         return fixed.logits(self.base, hidden, late)
 
-    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    def _choose(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Sequence[Sequence[int]]
+    ) -> Tensor:
         columns = zip(torch.split(logits, 1), torch.split(rows, 1), torch.split(positions, 1), strict=True)
-        return torch.cat([sample(*row, self.table.sampling) for row in columns])
+        before: list[list[Sequence[int]]] = [[one] for one in ahead] or [[]] * len(logits)
+        pairs = zip(columns, before, strict=True)
+        return torch.cat([sample(*row, self.table.sampling, own) for row, own in pairs])
 
     def _score(self, logits: Tensor, tokens: Tensor, most: int) -> list[TokenLogprobs]:
         pairs = zip(torch.split(logits, 1), torch.split(tokens, 1), strict=True)

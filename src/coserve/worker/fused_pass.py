@@ -147,7 +147,7 @@ class FusedPass:
         for segment in segments:
             with failing_alone("the request", partial(lost.__setitem__, segment.key)):
                 drawn[segment.key] = self._drawn([segment])
-        found = {segment.key: Sampled(None) for segment in segments}
+        found = {segment.key: Sampled() for segment in segments}
         for segment in segments:
             if segment.key not in lost:
                 with failing_alone("the request", partial(lost.__setitem__, segment.key)):

@@ -41,7 +41,7 @@ class TokensUnderWay:
             output[place] = max(token, 0)
             if token == NO_TOKEN:
                 failed[key] = RequestError(NO_TOKEN_LEFT)
-        return {key: Sampled(token) for key, token in zip(self.keys, drawn, strict=False)}, failed
+        return {key: Sampled((token,)) for key, token in zip(self.keys, drawn, strict=False)}, failed
 
 
 class LaunchedPlan:

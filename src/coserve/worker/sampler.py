@@ -1,6 +1,6 @@
 """Turns the last hidden states of a pass into tokens and log-probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -20,14 +20,15 @@ from coserve.worker.inference import PassedRows, adapter_ranges, outside_layers
 from coserve.worker.launched import NO_TOKEN_LEFT, TokensUnderWay
 from coserve.worker.sequence_table import DeviceRows, SequenceTable
 
-_NO_SAMPLE = Sampled(None)
+_NO_SAMPLE = Sampled()
 _SCORED_TOGETHER = 64  # prompt rows whose logits exist at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """Results of a pass of `segments`: `tokens` [n] of the sequences `keys` at `rows` [n] of the table, with
-    their log-probabilities, and those of scored prompt tokens by key; and the states of its sequences."""
+    their log-probabilities, and those of scored prompt tokens by key; and the states of its sequences. A
+    sequence with drafts has several tokens, in order."""
 
     segments: Sequence[InferenceSegment]
     scored: dict[int, tuple[TokenLogprobs, ...]]
@@ -60,25 +61,29 @@ class Sampler:
         """Notes that a segment fails alone, which has no pass: in rows that are planned already the sequence
         goes on with token 0."""
         self.fail(segment.key, error)
-        if segment.start + segment.length == self.table[segment.key].length:
+        if segment.start + segment.known == self.table[segment.key].length:
             self.table[segment.key].output.append(0)
 
     def draw(self, batch: PassedRows) -> Drawn:
         """Samples and scores the rows of a pass. Changes nothing: the pass may be repeated."""
         ends = list(accumulate(batch.counts))
         scored, pooled = self._score_prompts(batch, ends), self._pool_prompts(batch, ends)
-        known = self.table.lengths([segment.key for segment in batch.segments])
-        pairs = enumerate(zip(batch.segments, known, strict=True))
-        done = [i for i, (segment, length) in pairs if segment.start + segment.length == length]
-        segments = [batch.segments[i] for i in done]
+        segments, picked, following, ahead = list[InferenceSegment](), list[int](), list[int](), []
+        for segment, row_end in zip(batch.segments, ends, strict=True):
+            end, known = segment.start + segment.length, self.table[segment.key].length
+            for position in range(max(segment.start + 1, known), end + 1):  # of the tokens behind its rows
+                segments.append(segment)
+                picked.append(row_end - 1 - end + position)
+                following.append(position)
+                ahead.append(segment.drafts[: position - known])
         keys = [segment.key for segment in segments]
         rows = self.table.rows(segments)
-        if not done:
+        if not segments:
             return Drawn(batch.segments, scored, keys, rows, rows, [], batch.states, pooled)
-        adapters = adapter_ranges(self.loaded, segments, [1] * len(done))
-        logits = self._logits(_rows(batch.hidden, [ends[i] - 1 for i in done]), adapters)
-        positions = torch.tensor([s.start + s.length for s in segments], device=rows.device)
-        tokens = self._choose(logits, rows, positions)
+        adapters = adapter_ranges(self.loaded, segments, [1] * len(segments))
+        logits = self._logits(_rows(batch.hidden, picked), adapters)
+        positions = torch.tensor(following, device=rows.device)
+        tokens = self._choose(logits, rows, positions, ahead if any(ahead) else ())
         wanted = [self.table[key].request.sampling.logprobs for key in keys]
         logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
         return Drawn(batch.segments, scored, keys, rows, tokens, logprobs, batch.states, pooled)
@@ -91,18 +96,27 @@ class Sampler:
             keys = [key for drawn in done for key in drawn.keys]
             rows = concat_rows([drawn.rows for drawn in done])
             tokens = concat_rows([drawn.tokens for drawn in done])
+            logprobs = [of_token for drawn in done for of_token in drawn.logprobs]
+            drafts = {s.key: s.drafts for drawn in done for s in drawn.segments if s.drafts}
+            if drafts:
+                held = _held(keys, tokens.tolist(), drafts)
+                index = torch.tensor(held, device=rows.device)
+                rows, tokens = rows[index], tokens[index]
+                keys, logprobs = [keys[i] for i in held], [logprobs[i] for i in held]
             found = self.table.sampled(keys, rows, tokens)
             self._note_failed(keys, found)
-            logprobs = (of_token for drawn in done for of_token in drawn.logprobs)
-            results |= {
-                key: Sampled(token, own) for key, token, own in zip(keys, found, logprobs, strict=True)
-            }
+            for key in drafts:
+                self.table.shrink(key)
+            for key, token, own in zip(keys, found, logprobs, strict=True):
+                earlier = results[key]
+                of_tokens = earlier.logprobs if own is None else (*earlier.logprobs, own)
+                results[key] = Sampled((*earlier.tokens, token), of_tokens)
         for drawn in passes:
             if drawn.states is not None:
                 drawn.states.commit()
             for key, of_prompt in drawn.scored.items():
-                earlier = results[key].prompt_logprobs
-                results[key] = replace(results[key], prompt_logprobs=(*earlier, *of_prompt))
+                before = results[key].prompt_logprobs
+                results[key] = replace(results[key], prompt_logprobs=(*before, *of_prompt))
         for key in {key for drawn in passes for key in drawn.pooled}:
             parts = [drawn.pooled[key] for drawn in passes if key in drawn.pooled]
             results[key] = replace(results[key], pooled=little("f", sum(parts[1:], parts[0]).tolist()))
@@ -178,9 +192,11 @@ class Sampler:
         """Logits [rows, vocabulary] of `hidden` [1, rows, width], whose rows belong to `adapters`."""
         return self.base.tail(hidden, outside_layers(self.base.late_sites, adapters))
 
-    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """The next tokens [n] of the sequences at `rows` [n], for `positions` [n]."""
-        return sample(logits, rows, positions, self.table.sampling)
+    def _choose(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """The next tokens [n] of the sequences at `rows` [n], for `positions` [n]; see `sample`."""
+        return sample(logits, rows, positions, self.table.sampling, ahead)
 
     def _score(self, logits: Tensor, tokens: Tensor, most: int) -> list[TokenLogprobs]:
         """Log-probabilities of `tokens` [n] and of the `most` likeliest ones."""
@@ -214,6 +230,18 @@ class Sampler:
             adapters = adapter_ranges(self.loaded, [segment], [len(chunk)])
             found += self._score(self._logits(chunk[None], adapters), of_chunk, most)
         return tuple(found)
+
+
+def _held(keys: Sequence[int], tokens: Sequence[int], drafts: Mapping[int, tuple[int, ...]]) -> list[int]:
+    """Indexes of the tokens that are their sequences' next ones: each behind drafts that all were sampled."""
+    found, left = list[int](), dict[int, list[int]]()  # drafts to come, reversed; none of those that failed
+    for index, (key, token) in enumerate(zip(keys, tokens, strict=True)):
+        expected = left.setdefault(key, [NO_TOKEN, *reversed(drafts.get(key, ()))])
+        if expected:
+            found.append(index)
+            if token != expected.pop():
+                expected.clear()
+    return found
 
 
 def _rows(hidden: Tensor, picked: list[int]) -> Tensor:

@@ -80,7 +80,9 @@ class SequenceTable:
     def decoding(self, segments: Sequence[InferenceSegment]) -> list[bool]:
         """Tells of each segment whether it is a decode row, of pages on the device."""
         answers = self._answers
-        return [answers[one.key].decodes(one.start) and not one.offloaded for one in segments]
+        return [
+            answers[one.key].decodes(one.start) and not (one.offloaded or one.drafts) for one in segments
+        ]
 
     def extend(self, segments: Iterable[InferenceSegment]) -> dict[int, CoserveError]:
         """Adds rows for the sequences that a plan names first, and appends its new pages to their block
@@ -200,7 +202,7 @@ class SequenceTable:
         for s in segments:
             positions += range(s.context, s.context + s.length)
         for s in segments[num_decodes:]:
-            tokens += self._answers[s.key].tokens(s.start, s.length)
+            tokens += self._answers[s.key].tokens(s.start, s.length, s.drafts)
         return positions, tokens
 
     def read(self, rows: DeviceRows) -> tuple[Tensor, CommonAttentionMetadata]:
@@ -216,15 +218,29 @@ class SequenceTable:
         return newest, CommonAttentionMetadata(table, rows.positions, lens, [most] * count, count)
 
     def sampled(self, keys: Sequence[int], rows: Tensor, tokens: Tensor) -> list[int]:
-        """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them. A sequence that has
+        """Appends tokens [n] to the sequences `keys` at `rows` [n], and returns them. A sequence may have
+        several, in order. One that has
         none (`NO_TOKEN`) goes on with token 0 until the scheduler has ended it. Where memory runs out nothing
         has changed."""
         drawn: list[int] = tokens.tolist()
         record = self.sampling.recording(rows, tokens.clamp(min=0))
+        last = list({key: index for index, key in enumerate(keys)}.values())
+        if len(last) < len(keys):  # several of one sequence
+            index = self._tensor(last)
+            rows, tokens = rows[index], tokens[index]
         self.put_newest(rows, tokens)
         record()
         self.append(keys, drawn)
         return drawn
+
+    def shrink(self, key: int) -> None:
+        """Lists no pages of a sequence beyond those for its tokens, as drafts have not held. They may be
+        another's now."""
+        answer = self._answers[key]
+        kept = -(-(answer.virtual + answer.length) // self._attention.page_size)
+        if len(answer.pages) > kept:
+            del answer.pages[kept:]
+            self._block_table[self._rows[key], kept:] = self._attention.padding_page
 
     def put_newest(self, rows: Tensor, tokens: Tensor) -> None:
         """Puts the sequences' newest tokens on the device, 0 for those without one."""

@@ -58,9 +58,11 @@ class StageSampler(Sampler):
     def _logits(self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]]) -> Tensor:
         return super()._logits(hidden, adapters) if self._is_last else hidden[0]
 
-    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    def _choose(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Sequence[Sequence[int]]
+    ) -> Tensor:
         if self._is_last:
-            tokens = super()._choose(logits, rows, positions)
+            tokens = super()._choose(logits, rows, positions, ahead)
             for stage in range(self._stages.number):
                 self._stages.send(tokens, stage)
             return tokens

@@ -204,7 +204,7 @@ def answer(executor: Executor, prompt: Sequence, tokens: int) -> list[int]:
     """The first tokens of an answer, one step at a time."""
     plan = inference_plan([(prompt, 0, prompt.length)])
     for _ in range(tokens):
-        token = executor.run(plan).sampled[prompt.key].token
+        (token,) = executor.run(plan).sampled[prompt.key].tokens
         assert token is not None
         prompt.output.append(token)
         plan = inference_plan([(prompt, prompt.length - 1, 1)])
@@ -224,7 +224,7 @@ def test_results_come_in_the_order_of_launches(executor: Executor, draws: Random
         executor.launch(plan)
     results = [executor.collect() for _ in plans]
     assert executor.collect() is None and executor.collect(wait=False) is None
-    tokens = [result.sampled[first.key].token for result in results if result is not None]
+    tokens = [token for result in results if result is not None for token in result.sampled[first.key].tokens]
     executor.run(BasePlan(released=(first.key,)))
     assert tokens == answer(executor, again, 4)
 
@@ -241,8 +241,8 @@ def test_a_result_is_waited_for_or_not(executor: Executor, draws: Random) -> Non
 def test_a_prompt_in_parts_is_answered_once_it_is_through(executor: Executor, draws: Random) -> None:
     one = sequence(draws, 7)
     cut = draws.randrange(1, 7)
-    assert executor.run(inference_plan([(one, 0, cut)])).sampled[one.key].token is None
-    token = executor.run(inference_plan([(one, cut, 7 - cut)])).sampled[one.key].token
+    assert executor.run(inference_plan([(one, 0, cut)])).sampled[one.key].tokens == ()
+    (token,) = executor.run(inference_plan([(one, cut, 7 - cut)])).sampled[one.key].tokens
     executor.run(BasePlan(released=(one.key,)))
     whole = replace(one, key=next(KEYS), output=[], told=None)
     assert answer(executor, whole, 1) == [token]
@@ -258,7 +258,7 @@ def test_pages_go_to_the_second_tier_and_come_back(executor: Executor, draws: Ra
     wanted = answer(executor, whole, 5)
     plan = inference_plan([(one, 0, one.length)])
     for _ in range(3):
-        one.output.append(executor.run(plan).sampled[one.key].token or 0)
+        one.output += executor.run(plan).sampled[one.key].tokens
         plan = inference_plan([(one, one.length - 1, 1)])
     copy, computed = next(KEYS), one.length - 1
     taken = [*one.pages] if not shared else [other.pages[0], one.pages[1]]
@@ -275,7 +275,7 @@ def test_pages_go_to_the_second_tier_and_come_back(executor: Executor, draws: Ra
     assert moved.back == (copy,) and not moved.failed and moved.seconds[1] > 0
     for _ in range(2):
         plan = inference_plan([(again, again.length - 1, 1)])
-        again.output.append(executor.run(plan).sampled[again.key].token or 0)
+        again.output += executor.run(plan).sampled[again.key].tokens
     assert again.output == wanted
     gone = BasePlan(swap_in=(back,), swap_dropped=(copy,), released=(again.key,))
     assert moves_of(executor, gone).failed == (copy,), "a copy is read once"
@@ -444,7 +444,7 @@ def test_whom_memory_does_not_last_for_together_pass_alone(
                 alone=alone,
             )
             result = run(executor, plan)
-            found = [[result.sampled[one.key].token] for one in asked if one.key in result.sampled]
+            found = [[*result.sampled[one.key].tokens] for one in asked if one.key in result.sampled]
             assert found == (wanted if plan.inference else [])
             for segment in result.trained:
                 batch = next(batch for batch in batches if batch.key == segment.key)
@@ -609,7 +609,7 @@ def test_a_command_waits_for_a_plan_that_runs_again(opened: Opened, draws: Rando
         assert executor.call(ReadMemory()).base > 0, "nothing is raised"
     result = executor.collect()
     assert result is not None and result.together_failed
-    assert [[result.sampled[one.key].token] for one in asked] == wanted
+    assert [[*result.sampled[one.key].tokens] for one in asked] == wanted
     executor.run(BasePlan(released=tuple(one.key for one in asked)))
 
 

@@ -193,3 +193,16 @@ def test_whatever_happens_pages_are_read_found_or_blank(steps: list[tuple[str, i
         assert pool.free_count == sum(not readers(page) for page in range(8))
         assert pool.cached_count == len(idle)
         assert {pool.find(name): name for name in range(6) if pool.find(name) is not None} == names
+
+
+def test_the_last_pages_come_back_alone() -> None:
+    pool = PagePool(4, 16)
+    assert pool.allocate("a", 1) == [0]
+    pool.name(0, "first")
+    pool.allocate("b", 2, [0])
+    pool.give_back("b", 1)
+    assert dict(pool.owners) == {"a": [0], "b": [0, 1]} and pool.free_count == 2
+    assert pool.allocate("c", 1) == [2]
+    pool.give_back("b", 1)
+    with pytest.raises(AssertionError, match="of use to others"):
+        pool.give_back("b", 1)

@@ -138,6 +138,26 @@ def test_counts_given_at_once_equal_counts_recorded_and_a_freed_row_starts_empty
     assert (one != logits).nonzero()[:, 1].tolist() == [4, 7, 8]
 
 
+def test_tokens_ahead_of_a_row_count_as_if_they_were_recorded(seed: int) -> None:
+    params = SamplingParams(
+        frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2, banned=((7, 8), (8, 9, 9))
+    )
+    table = table_of(params, SamplingParams(), params)
+    ahead = [7, 8, 9, 9, VOCAB + 3]  # a prompt may hold tokens that no answer can
+    logits = torch.randn(len(ahead) + 3, VOCAB)
+    slots = torch.tensor([0] * (len(ahead) + 1) + [1, 2])
+    positions = torch.full_like(slots, 20)
+    before = [ahead[:n] for n in range(len(ahead) + 1)] + [[7], []]
+    found = table.adjusted(logits, slots, positions, before)
+    for n in range(len(ahead)):
+        own = slice(n, n + 1)
+        assert torch.equal(found[own], table.adjusted(logits[own], slots[own], positions[own])), n
+        if n < len(ahead) - 1:
+            table.recording(slots[own], torch.tensor([ahead[n]]))()
+    rest = slice(len(ahead) + 1, None)
+    assert torch.equal(found[rest], table.adjusted(logits[rest], slots[rest], positions[rest]))
+
+
 def test_ends_are_held_back_below_min_tokens_only() -> None:
     params = SamplingParams(min_tokens=3, stop_token_ids=(8,))
     table = SamplingTable(2, VOCAB, eos_ids=(5,))

@@ -11,6 +11,7 @@ from coserve.core.events import Event, Finished, JobFailed, RequestFailed, StepD
 from coserve.core.plan import InferenceSegment
 from coserve.core.request import SLO, FinishReason, Request, SamplingParams, VersionTraits
 from coserve.core.sequence import Direction, MicroBatch, Sequence
+from coserve.core.speculation import SpeculativeConfig
 from coserve.errors import LossNotFinite, OffloadFailed, OutOfPages
 from coserve.memory.pages import PagePool
 from coserve.schedule.base_cache import BaseCache
@@ -31,10 +32,16 @@ class World:
 
     def __init__(self, draws: Random, ahead: int, policy: str) -> None:
         self.draws = draws
+        # Without it answers are of tokens that nothing before them foretells.
+        self.memory = memory = draws.choice((0, 1, 1, 2))
+        longest = draws.randint(1, 4)
+        speculation = SpeculativeConfig(
+            draws.randint(1, 8), prompt_lookup_max=longest, prompt_lookup_min=draws.randint(1, longest)
+        )
         config = SchedulerConfig(
             DEPTH, 96, eos_token_ids=(7, 8), max_running=6, max_prefill_rows=16, min_prefill_rows=2,
             max_training_rows=16, min_training_rows=2, prefix_sharing=draws.random() < 0.7,
-            micro_batches_in_flight=draws.choice((1, 2)),
+            micro_batches_in_flight=draws.choice((1, 2)), speculation=draws.choice((None, speculation)),
         )  # fmt: skip
         cost, swap_pages = CostModel(), draws.choice((0, 10, 100))
         pages = PagePool(draws.choice((9, 16, 30, 60)), PAGE)
@@ -46,6 +53,7 @@ class World:
         self.executor = ScriptedExecutor(
             PAGE, None, VOCABULARY, failures, ahead, swap_pages=swap_pages, swap_seconds=(1e-9, 1e-9),
             loses=lambda move: draws.random() < (lost / 4 if isinstance(move, InferenceSegment) else lost),
+            memory=memory,
         )  # fmt: skip
         self.asked: dict[int, Sequence] = {}
         self.got: dict[int, list[int]] = {}
@@ -109,12 +117,12 @@ class World:
             self.failed.append(event.job)
 
 
-def whole_answer(sequence: Sequence) -> Iterator[int]:
+def whole_answer(sequence: Sequence, memory: int) -> Iterator[int]:
     """The tokens that the fake model says, one request alone."""
     request = sequence.request
     tokens = [*virtual_tokens(request.adapter or "", request.traits.virtual), *request.prompt]
     for _ in range(request.sampling.max_tokens):
-        tokens.append(next_token(tokens, VOCABULARY))
+        tokens.append(next_token(tokens[-memory:], VOCABULARY))
         yield tokens[-1]
         if tokens[-1] in (7, 8) and not request.sampling.ignore_eos:
             return
@@ -150,7 +158,7 @@ def check(world: World) -> None:
     for segment in (segment for plan in world.executor.plans for segment in plan.inference):
         assert segment.start + segment.length < world.asked[segment.key].longest, "a row after the last token"
     for key, sequence in world.asked.items():
-        expected = list(whole_answer(sequence))
+        expected = list(whole_answer(sequence, world.memory))
         assert world.ended[key] is sequence.finish_reason
         if world.ended[key] is FinishReason.CANCELLED:
             assert key in cancelled | world.lost and world.got[key] == expected[: len(world.got[key])]

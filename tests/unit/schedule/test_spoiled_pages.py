@@ -37,7 +37,7 @@ class Desk:
         part: BasePlan = plan.only
         ends = {s.key: s.start + s.length for s in part.inference}
         sampled = {
-            key: Sampled(5 if end == self.it.requests.sequences[key].known else None)
+            key: Sampled((5,) * (end == self.it.requests.sequences[key].known))
             for key, end in ends.items()
             if key in self.it.requests.sequences
         }

@@ -179,7 +179,7 @@ def test_plans_launched_ahead_run_once_and_in_order(
         base.put_back()
         results = [executor.collect() for _ in plans]
         assert executor.collect() is None
-        tokens = [result.sampled[1].token for result in results if result is not None]
+        tokens = [token for result in results if result is not None for token in result.sampled[1].tokens]
         assert None not in tokens and len(tokens) == len(plans)
         return tokens  # type: ignore[return-value]
 

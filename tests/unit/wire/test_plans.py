@@ -22,7 +22,7 @@ def test_a_plan_comes_back_as_it_was(sampling: SamplingParams) -> None:
         "r", (1, 2), sampling, "a@1", SLO(0.5), traits=VersionTraits(4), scope=None,
         alternatives=("b@2", None), continued=(5,),
     )  # fmt: skip
-    segment = InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4), request=request, filled=1, template=9)
+    segment = InferenceSegment(3, 2, 1, 6, 1, "a@1", (9, 4), False, request, 1, template=9, drafts=(7,))
     plan = BasePlan((segment,), released=(1, 2), share=0.5, passes=Passes(True))
     assert decode_plan(encode_plan(plan)) == plan
 
@@ -31,7 +31,7 @@ def test_a_result_keeps_the_errors_of_jobs() -> None:
     scored = TokenLogprobs(-0.25, ((4, -0.25), (9, -1.5)))
     given = BaseResult(
         0.5,
-        {3: Sampled(4, scored, (scored,))},
+        {3: Sampled((4, 7), (scored, scored), (scored,))},
         failed={"a": errors.LossNotFinite("NaN at step 3"), "b": errors.OutOfMemory("12 MiB short")},
     )
     found = decode_result(encode_result(given))

@@ -44,7 +44,8 @@ def chat_grammar(chat: Chat, markup: Markup, markups: Markups) -> str:
     if chat.structure is None:
         return _of_tools(chat, markup, markups.lark())
     grammar = chat.structure.grammar(markups.lark())
-    return _of_tools(chat, markup, markups.lark()) if chat.callable or markup.is_open else grammar
+    is_within = markup.is_open or markup.channel is not None  # reasoning, or channels
+    return _of_tools(chat, markup, markups.lark()) if chat.callable or is_within else grammar
 
 
 def _of_tools(chat: Chat, markup: Markup, lark: Lark) -> str:
@@ -56,6 +57,7 @@ def _of_tools(chat: Chat, markup: Markup, lark: Lark) -> str:
         None if chat.structure is None else chat.structure.expression(lark),
         markup.has_reasoning,
         markup.is_open,
+        markup.channel,
     )
     try:
         grammar = answer_grammar(wanted, lark)

@@ -156,3 +156,6 @@ def _gauge(state: State) -> None:
     metrics.offloaded_read.reach(stats.offloaded_read_bytes)
     metrics.offload_failures.reach(stats.offload_failures)
     metrics.recomputed_tokens.reach(stats.recomputed_tokens)
+    metrics.spec_drafts.reach(stats.drafts)
+    metrics.spec_draft_tokens.reach(stats.draft_tokens)
+    metrics.spec_accepted_tokens.reach(stats.accepted_tokens)

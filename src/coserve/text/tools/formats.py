@@ -10,6 +10,7 @@ from coserve.text import told_tools
 from coserve.text.deltas import joined
 from coserve.text.tools.format import ToolFormat
 from coserve.text.tools.gemma import FUNCTION_GEMMA, GEMMA4
+from coserve.text.tools.harmony import HARMONY, ChannelReader
 from coserve.text.tools.json_calls import JsonCalls
 from coserve.text.tools.reader import CallReader
 from coserve.text.tools.syntax import NAME, NUMBER, TOOL_NAME, Syntax
@@ -141,7 +142,7 @@ GENERIC: Final = JsonCalls(
 
 _ALL: Final[Sequence[ToolFormat]] = (
     HERMES, QWEN3_CODER, GLM, MINIMAX, MISTRAL, MISTRAL_NAMES, DEEPSEEK_V31, DEEPSEEK_V3,
-    FUNCTION_GEMMA, GEMMA4, KIMI, LLAMA3, GENERIC,
+    FUNCTION_GEMMA, GEMMA4, KIMI, HARMONY, LLAMA3, GENERIC,
 )  # fmt: skip
 FORMATS: Final[Mapping[str, ToolFormat]] = MappingProxyType({one.name: one for one in _ALL})
 
@@ -160,7 +161,7 @@ def written_format(answered: str, asked: str) -> ToolFormat:
     answer = answered[len(asked) :] if is_longer else answered.rpartition(told_tools.QUESTION)[2]
     tools = {told_tools.NAME: Tool(told_tools.NAME, told_tools.PARAMETERS)}
     for format in _ALL:
-        reader = CallReader(format, tools)
+        reader = ChannelReader("", tools) if format is HARMONY else CallReader(format, tools)
         _, _, calls = joined([*reader.push(answer), *reader.finish()])
         if [(call.name, _value(call.arguments)) for call in calls] == [
             (told_tools.NAME, told_tools.ARGUMENTS)

@@ -1,11 +1,12 @@
 """The grammar of answers that may, or must, call tools."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from coserve.errors import DataError
 from coserve.text.reasoning import CLOSING, OPENING
 from coserve.text.tools.format import ToolFormat
+from coserve.text.tools.harmony import channel_grammar
 from coserve.text.tools.lark import Lark
 from coserve.text.tools.syntax import ANY_NUMBER, NAME, NUMBER, pattern_of
 from coserve.text.tools.tool import Tool
@@ -15,7 +16,8 @@ from coserve.text.tools.tool import Tool
 class AnswerParts:
     """The parts of an answer: calls of `tools` in a `format`, several only where they are `parallel`; or,
     where calls are not `forced`, text, or else what the expression `answer` matches. It `has_reasoning`
-    before it, of which the prompt has the opening mark where that is open (`is_thinking`)."""
+    before it, of which the prompt has the opening mark where that is open (`is_thinking`). An answer in
+    channels begins within the message of a `channel`, or before one where that is empty."""
 
     format: ToolFormat | None = None
     tools: Sequence[Tool] = ()
@@ -24,11 +26,15 @@ class AnswerParts:
     answer: str | None = None
     has_reasoning: bool = False
     is_thinking: bool = False
+    channel: str | None = None
 
 
 def answer_grammar(wanted: AnswerParts, lark: Lark) -> str:
     """The grammar of an answer. Raises DataError, naming the tool, for a schema that its format cannot
     hold."""
+    if wanted.channel is not None:
+        calls = zip(wanted.tools, _arguments(wanted, lark), strict=True)
+        return channel_grammar(lark, [*calls], wanted.channel, wanted.answer, wanted.forced)
     body = _body(wanted, lark)
     if not wanted.has_reasoning:
         return lark.written(body)
@@ -69,11 +75,7 @@ def _calls(wanted: AnswerParts, format: ToolFormat, lark: Lark) -> str:
     """A rule for all calls, without the marker that the first one begins with."""
     syntax = format.syntax
     firsts, nexts = list[str](), list[str]()
-    for index, tool in enumerate(wanted.tools):
-        try:
-            arguments = format.grammar(lark, tool)
-        except DataError as error:
-            raise DataError(f"tools[{index}], {tool.name!r}: {error}") from error
+    for index, (tool, arguments) in enumerate(zip(wanted.tools, _arguments(wanted, lark), strict=True)):
         rest = lark.rule(f"call_{index}", f"{arguments} {lark.literal(syntax.after)}".rstrip())
         first = (syntax.opening + syntax.before).removeprefix(syntax.marker).replace(NAME, tool.name)
         # A line break or a space after the marker is often one token with it, or none is there.
@@ -85,6 +87,16 @@ def _calls(wanted: AnswerParts, format: ToolFormat, lark: Lark) -> str:
     if wanted.parallel:
         body += f" ({lark.rule('next_call', ' | '.join(nexts))})*"
     return lark.rule("calls", f"{body} {lark.literal(syntax.closing)}".rstrip())
+
+
+def _arguments(wanted: AnswerParts, lark: Lark) -> Iterator[str]:
+    """Expressions for the arguments of each tool."""
+    for index, tool in enumerate(wanted.tools):
+        assert wanted.format is not None, "tools are called in a format"
+        try:
+            yield wanted.format.grammar(lark, tool)
+        except DataError as error:
+            raise DataError(f"tools[{index}], {tool.name!r}: {error}") from error
 
 
 def _written(text: str, lark: Lark) -> str:
