@@ -1,5 +1,6 @@
 """A scheduler's end of one worker: its connection, what was asked of it, and whether it is heard."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from coserve.cluster.messages import (
 from coserve.cluster.peer import UNHEARD, Peer, connect, hang_up
 from coserve.errors import CoserveError, Unreachable, error_named
 
+_log = logging.getLogger(__name__)
+_SLOW: Final = 2.0  # seconds of sending after which a link is said to be slow
 _LOADING: Final = 600.0  # seconds in which a block is loaded, or an adapter read
 Outcome = Callable[[int, RowsPassed | RowsReturned | RowsFailed, list[Tensor]], object]
 
@@ -48,7 +51,7 @@ class WorkerLink:
         self.memory = self.free = 0  # bytes of its device
         self._passed, self._lost = passed, lost
         self._peer: Peer = connect(address, key, scheduler)
-        self._heard, self._pinged = time.monotonic(), 0.0
+        self._pinged, self._is_slow = 0.0, False
         self._lock = threading.Lock()
         self._asked: dict[tuple[Any, ...], Future[Any]] = {}
         self._loaded: dict[int, BlockLoaded] = {}
@@ -56,10 +59,18 @@ class WorkerLink:
 
     def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Sends a message. Raises Unreachable, and the worker is lost then."""
+        began = time.monotonic()
         try:
             self._peer.send(message, tensors)
         except OSError as error:
             raise Unreachable(f"the worker at {self.address} cannot be reached: {error}") from error
+        if (seconds := time.monotonic() - began) > _SLOW and tensors and not self._is_slow:
+            self._is_slow = True
+            megabytes = sum(one.nbytes for one in tensors) / 1e6
+            _log.warning(
+                "the link to the worker at %s is slow: %.1f MB took %.1f s to send, and answers wait for it",
+                self.address, megabytes, seconds,
+            )  # fmt: skip
 
     def ask(self, message: Message, number: int, what: str = "") -> None:
         """Sends a message and waits until it was carried out. Raises the worker's error, and Unreachable."""
@@ -76,10 +87,13 @@ class WorkerLink:
         return found
 
     def check(self) -> None:
-        """Asks for a sign of life, and ends the connection of a worker that has not answered for too long. It
-        counts from the question: whoever asks may be late itself."""
-        now = time.monotonic()
-        if self._pinged > self._heard:
+        """Asks for a sign of life, and ends the connection of a worker from which nothing has come for too
+        long. It counts from the question: whoever asks may be late itself. Nothing is asked behind a message
+        that a slow link takes long for."""
+        now, heard = time.monotonic(), self._peer.heard
+        if self._peer.is_sending:
+            return
+        if self._pinged > heard:
             return self.close() if now - self._pinged > UNHEARD else None
         self._pinged = now
         try:
@@ -106,7 +120,6 @@ class WorkerLink:
     def _listen(self) -> None:
         try:
             while (found := self._peer.receive()) is not None:
-                self._heard = time.monotonic()
                 self._take(*found)
         except OSError:
             pass

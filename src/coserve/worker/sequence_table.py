@@ -77,6 +77,9 @@ class SequenceTable:
     def __getitem__(self, key: int) -> Answer:
         return self._answers[key]
 
+    def __contains__(self, key: int) -> bool:
+        return key in self._answers
+
     def extend(self, segments: Iterable[InferenceSegment]) -> dict[int, CoserveError]:
         """Adds rows for the sequences that a plan names first, and appends its new pages to their block
         tables: once, however often the plan's rows are run again for lack of memory. Returns, by key, the
