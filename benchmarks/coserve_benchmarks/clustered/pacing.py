@@ -15,12 +15,17 @@ class PacedLink:
     bytes a second each way."""
 
     def __init__(self, target: int, rate: float) -> None:
-        self._target, self._rate = target, rate
+        self._target = target
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp:127.0.0.1:{self._listening.getsockname()[1]}"
         self._ways = _Pace(rate), _Pace(rate)
         self._open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def set_rate(self, rate: float) -> None:
+        """Has it send so many bytes a second from now on."""
+        for way in self._ways:
+            way.rate = rate
 
     def close(self) -> None:
         """Ends the link and all connections over it."""
@@ -50,13 +55,13 @@ class _Pace:
     """One way of a link."""
 
     def __init__(self, rate: float) -> None:
-        self._rate, self._free = rate, 0.0  # when it has sent all that it was given
+        self.rate, self._free = rate, 0.0  # when it has sent all that it was given
         self._lock = threading.Lock()
 
     def wait(self, nbytes: int) -> None:
         """Returns once the link has sent so many bytes more."""
         with self._lock:
-            self._free = max(self._free, time.monotonic() - _BURST) + nbytes / self._rate
+            self._free = max(self._free, time.monotonic() - _BURST) + nbytes / self.rate
             free = self._free
         if (left := free - time.monotonic()) > 0.0:
             time.sleep(left)

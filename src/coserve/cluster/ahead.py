@@ -27,8 +27,8 @@ _Key = tuple[str, int, int]  # of rows at an instance: their scheduler, their nu
 
 
 @dataclass(eq=False)
-class _Prediction:
-    """What is to be compared with a block's own output, once it is there."""
+class _PredictedOutput:
+    """The prediction of a block's output, once it is made: it is compared with that output."""
 
     hidden: Tensor | None = None
 
@@ -58,7 +58,7 @@ class Speculator:
     ) -> None:
         self._forward, self._pass_on, self._queue_rows = forward, pass_on, queue_rows
         self._lock = threading.RLock()  # of both records, and of the order of what is sent
-        self._predictions: dict[_Key, _Prediction] = {}
+        self._predictions: dict[_Key, _PredictedOutput] = {}
         self._held: dict[_Key, _HeldRows] = {}
         self._asked: queue.SimpleQueue[tuple[OpenBlock, ArrivedRows] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # once there is something to predict
@@ -74,7 +74,7 @@ class Speculator:
     def predict(self, block: OpenBlock, arrived: ArrivedRows) -> None:
         """Has a block's surrogate predict what the block is to compute for rows that have come."""
         with self._lock:
-            self._predictions[_key(arrived.message)] = _Prediction()
+            self._predictions[_key(arrived.message)] = _PredictedOutput()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="coserve-surrogates", daemon=True)
                 self._thread.start()

@@ -84,7 +84,7 @@ class ClusterFront:
         moving: MovingPages = MovingPages.MEET,
         resumes: bool = False,
     ) -> None:
-        """Where sequences may be resumed that have ended (`resumes`), their pages move ahead of that."""
+        """With `resumes`, sequences that have ended may be resumed, and their pages move ahead of that."""
         self.fleet, self.moving, self.settings = fleet, moving, fleet.settings
         self.rates = fleet.rates
         self.choose: ChooseInstance = LiveDispatch(self.rates) if choose is None else choose

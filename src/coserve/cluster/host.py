@@ -28,6 +28,7 @@ from coserve.cluster.ahead import Speculator
 from coserve.cluster.blocks import BlockParameters, decode_sites, encode_sites, files_digest, load_block
 from coserve.cluster.instance import ArrivedRows, OpenBlock, check_rows
 from coserve.cluster.messages import (
+    Beat,
     BlockLoaded,
     CancelRows,
     CloseBlock,
@@ -61,6 +62,7 @@ from coserve.model.base import Base
 from coserve.split.address import Address, shut
 
 _log = logging.getLogger(__name__)
+_BEAT: Final = 1.0  # seconds between signs of life
 _TRAINING: Final = 256  # windows of a scheduler that may wait at a worker
 _CANCELLED: Final = 4096  # numbers that are remembered of each scheduler
 Place = tuple[str, int]  # a scheduler's id and its instance's number
@@ -122,13 +124,14 @@ class BlockHost:
         self._outboxes: dict[str, Outbox] = {}
         self._peers: set[Peer] = set()
         self._is_closed = False
+        self._has_ended = threading.Event()
         self._speculator = Speculator(self._forward, self._go_on, self._queue_arrived)
         self._loading = threading.Lock()  # one block at a time
         self._bases: dict[tuple[str, int, int, str], tuple[Base, str]] = {}
         self._digests: dict[str, tuple[tuple[int, ...], str]] = {}
         self._threads = [
             threading.Thread(target=run, name=f"coserve-block-{run.__name__.strip('_')}", daemon=True)
-            for run in (self._accept, self._compute, self._move)
+            for run in (self._accept, self._compute, self._move, self._beat)
         ]
 
     def start(self) -> "BlockHost":
@@ -143,6 +146,7 @@ class BlockHost:
             self._is_closed = True
             peers, outboxes = list(self._peers), list(self._outboxes.values())
             self._lock.notify_all()
+        self._has_ended.set()
         self._moves.put(None)
         self._speculator.close()
         shut(self._listening)
@@ -196,6 +200,16 @@ class BlockHost:
             if is_gone:
                 self._speculator.cancel(scheduler)
             hang_up(peer)
+
+    def _beat(self) -> None:
+        """Tells schedulers that this worker lives, unless they are being told something else."""
+        while not self._has_ended.wait(_BEAT):
+            with self._lock:
+                peers = [one.peer for one in self._schedulers.values()]
+            for peer in peers:
+                if not peer.is_sending:
+                    with suppress(OSError):  # its connection's thread notices
+                        peer.send(Beat())
 
     def _drop(self, scheduler: str) -> None:
         """Closes a scheduler's instances; the lock is held."""

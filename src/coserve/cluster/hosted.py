@@ -16,8 +16,8 @@ from coserve.core.sequence import Span, stage_spans
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What came of something under way, and when: a message with its tensors, None where a worker was
-    lost."""
+    """The outcome of something under way, and when it came: a message with its tensors, None where a worker
+    was lost."""
 
     number: int
     message: RowsPassed | RowsReturned | RowsFailed | None = None

@@ -97,9 +97,9 @@ class OpenBlock:
 
     @torch.no_grad()
     def predict(self, arrived: ArrivedRows) -> Tensor:
-        """What the surrogate of the first hop computes for rows, one of each of their sequences. It may be
-        asked while rows pass: keys and values of these rows go to spare pages, where the part of a page
-        before them is copied to. Raises RequestError, and AdapterNotFound."""
+        """The output that the surrogate of the first hop predicts for rows, one of each of their sequences.
+        It may be asked while rows pass: keys and values of these rows go to spare pages, behind a copy of the
+        part of a page before them. Raises RequestError, and AdapterNotFound."""
         message, size = arrived.message, self.attention.page_size
         if len(message.segments) > len(self._spare) or any(one.length > 1 for one in message.segments):
             raise RequestError("a surrogate predicts single rows, as many as there are spare pages")

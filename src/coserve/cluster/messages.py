@@ -257,6 +257,10 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """A sign of life that is asked for."""
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life that nobody has asked for: what asks may be long under way behind other messages."""
+
+
 class Pong(msgspec.Struct, frozen=True, tag=True):
     """A sign of life, with the most rows that have waited at each instance since the last one, and the bytes
     of the device's memory: all, and those that are free."""
@@ -270,7 +274,7 @@ Message = (
     Challenge | Signed | Greeting | LoadBlock | BlockLoaded | TellSites | HoldAdapter | DropVersions
     | CloseBlock | Settled | ReadFrozen | FrozenRead | PassRows | PredictedRows | RowsVerified | RowsPassed
     | RowsFailed | CancelRows
-    | CopyPages | PutPages | TrainRows | RowsReturned | Ping | Pong
+    | CopyPages | PutPages | TrainRows | RowsReturned | Ping | Pong | Beat
 )  # fmt: skip
 
 

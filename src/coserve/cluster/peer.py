@@ -36,7 +36,7 @@ from coserve.wire.frames import FrameReader, send_with_payload, timeout_option
 UNHEARD: Final = 5.0  # seconds after which who says nothing is taken to be away
 _GREETING: Final = 1 << 12  # bytes of a message before the other end has shown that it has the key
 _NONCE: Final = 32
-_PIECE: Final = 1 << 16  # bytes of a tensor after which their sender is heard
+_PIECE: Final = 1 << 14  # bytes of a tensor after which their sender is heard
 _SILENCE: Final = 20.0  # seconds without a byte within a message after which its connection ends
 _T = TypeVar("_T")
 _DTYPES: Final = {
