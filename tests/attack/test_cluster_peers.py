@@ -123,7 +123,8 @@ def test_a_link_that_breaks_and_a_worker_that_hangs(
             assert answer(engine) == wanted
             wait_until(
                 lambda: any(
-                    one.address == second.address and one._answered > goes_on for one in fleet._workers.values()
+                    one.address == second.address and one._answered > goes_on
+                    for one in fleet._workers.values()
                 )
             )
             first.close()

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Final
 
 _PIECE: Final = 1 << 17  # bytes at once: 1 ms of 1 Gbit/s
+_LEAST: Final = 1 << 10
 _BURST: Final = 0.002  # seconds of sending that are saved up while nothing is sent
 
 
@@ -69,7 +70,8 @@ class _Pace:
 
 def _relay(source: socket.socket, target: socket.socket, pace: _Pace) -> None:
     with suppress(OSError):
-        while data := source.recv(_PIECE):
+        # Over a slow link bytes trickle: at most 10 ms of them come at once.
+        while data := source.recv(min(_PIECE, max(int(pace.rate / 100), _LEAST))):
             pace.wait(len(data))
             target.sendall(data)
     for one in (source, target):
