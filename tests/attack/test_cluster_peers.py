@@ -24,7 +24,7 @@ from waiting import wait_until
 
 pytestmark = pytest.mark.local
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
-LONG = [token % 90 for token in range(800)]
+LONG = [token % 90 for token in range(700)]
 SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
@@ -137,12 +137,12 @@ def test_a_full_disk_and_a_slow_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each is told in one sentence. A worker that cannot write a model gets no blocks, another one does; one
-    behind a link of 20 kB/s is alive, although a message takes longer than signs of life may be missing."""
+    behind a link of 10 kB/s is alive, although a message takes longer than signs of life may be missing."""
     changes = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
     model = save(tiny("llama", torch.float32, **changes), tmp_path / "long")
     wanted = answer(Engine(model, EngineConfig(calibrate=False, cache_tokens=4096)), LONG)
-    monkeypatch.setattr("coserve.cluster.remote.UNHEARD", 3.0)
-    monkeypatch.setattr("coserve.cluster.remote._UNANSWERED", 120.0)
+    monkeypatch.setattr("coserve.cluster.remote.UNHEARD", 10.0)
+    monkeypatch.setattr("coserve.cluster.remote._UNANSWERED", 300.0)
     monkeypatch.setattr("coserve.cluster.remote._SLOW", 3.0)
     monkeypatch.setattr("coserve.cluster.fleet._BEAT", 0.05)
     monkeypatch.setattr("coserve.cluster.host._BEAT", 0.2)
@@ -152,7 +152,7 @@ def test_a_full_disk_and_a_slow_link(
 
     full = BlockHost("tcp:127.0.0.1:0", KEY.encode(), on_a_full_disk).start()
     worker = BlockHost("tcp:127.0.0.1:0", KEY.encode(), Path).start()
-    link = PacedLink(int(worker.address.rpartition(":")[2]), 20e3)
+    link = PacedLink(int(worker.address.rpartition(":")[2]), 10e3)
     try:
         settings: dict[str, Any] = {"cluster_blocks": 1, "cache_tokens": 4096}
         with cluster_engine(model, [full.address, link.address], monkeypatch, **settings) as engine:

@@ -89,9 +89,10 @@ class _Training:
 
 @dataclass(eq=False)
 class _Scheduler:
-    """A scheduler that is connected."""
+    """A scheduler that is connected; one that has asked for a sign of life gets more of them."""
 
     peer: Peer
+    has_asked: bool = False
     cancelled: deque[int] = field(default_factory=lambda: deque(maxlen=_CANCELLED))
 
 
@@ -205,7 +206,7 @@ class BlockHost:
         """Tells schedulers that this worker lives, unless they are being told something else."""
         while not self._has_ended.wait(_BEAT):
             with self._lock:
-                peers = [one.peer for one in self._schedulers.values()]
+                peers = [one.peer for one in self._schedulers.values() if one.has_asked]
             for peer in peers:
                 if not peer.is_sending:
                     with suppress(OSError):  # its connection's thread notices
@@ -246,6 +247,9 @@ class BlockHost:
         match message:
             case Ping():
                 room = self._room()
+                with self._lock:
+                    if (own := self._schedulers.get(scheduler)) is not None:
+                        own.has_asked = True
                 peer.send(Pong(self._queued(scheduler), room.total, room.free))
             case LoadBlock():
                 self._settle(peer, message.number, "", partial(self._load, peer, scheduler, message))
