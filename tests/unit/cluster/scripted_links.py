@@ -166,7 +166,7 @@ class FrontWorld:
         self.fleet.place()
         self.front = ClusterFront(self.fleet, self.chosen if draw.random() < 0.7 else None, resumes=True)
         self.front._outcomes = DrawnOutcomes(self)  # type: ignore[assignment]
-        self.free = list(range(40))
+        self.free = list(range(draw.choice((10, 16, 40))))
         self.waiting = [
             Told(key, self.prompt(seed, key), draw.randint(1, 5)) for key in range(draw.randint(2, 7))
         ]
