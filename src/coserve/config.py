@@ -155,6 +155,15 @@ class EngineConfig:
     cluster_idle: Annotated[
         float, Range(0), Flag("Seconds without work after which such a further instance goes.", "SECONDS")
     ] = 30.0
+    cluster_speculation: Annotated[
+        float,
+        Range(0, 1),
+        Flag(
+            "Share of the blocks on --cluster, the slowest, beside which surrogates predict for requests "
+            "that allow approximations; 0: none.",
+            "SHARE",
+        ),
+    ] = 0.0
     deterministic: Annotated[bool, Flag("Bitwise the same results, whatever else runs; slower.")] = False
     allow_special_tokens: Annotated[
         bool, Flag("Control tokens spelled in prompts, messages and training data are such, not text.")

@@ -1,6 +1,9 @@
 """Bad peers of a cluster: another key, bytes that are no messages, other files, links that break."""
 
+import errno
+import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,13 @@ from coserve.cluster.messages import Hop, LoadBlock, PassRows, Ping, Pong, RowSe
 from coserve.cluster.peer import connect
 from coserve.errors import ConfigError, ModelError, Unreachable
 from coserve.split.credentials import CLUSTER_KEY
+from coserve_benchmarks.clustered.pacing import PacedLink
 from models import save, tiny
 from waiting import wait_until
 
 pytestmark = pytest.mark.local
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+LONG = [token % 90 for token in range(700)]
 SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
@@ -28,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny("llama", torch.float32, num_hidden_layers=6), tmp_path_factory.mktemp("model"))
 
 
-def answer(engine: Engine) -> list[int]:
-    return list(engine.generate(PROMPT, None, SAMPLING).result().tokens)
+def answer(engine: Engine, prompt: list[int] = PROMPT) -> list[int]:
+    return list(engine.generate(prompt, None, SAMPLING).result().tokens)
 
 
 def test_who_has_another_key_or_says_what_nobody_says(model: Path, tmp_path: Path) -> None:
@@ -97,6 +102,7 @@ def test_a_link_that_breaks_and_a_worker_that_hangs(
     of life is left out, and what it sends later is nobody's."""
     wanted = answer(Engine(model, EngineConfig(calibrate=False)))
     monkeypatch.setattr("coserve.cluster.remote.UNHEARD", 2.0)
+    monkeypatch.setattr("coserve.cluster.remote._UNANSWERED", 2.0)
     with hosts(tmp_path / "w", 3) as workers:
         first, second, third = workers
         with cluster_engine(model, [one.address for one in workers], monkeypatch) as engine:
@@ -113,10 +119,55 @@ def test_a_link_that_breaks_and_a_worker_that_hangs(
             assert answer(engine) == wanted
             wait_until(lambda: not fleet.status().get(second.address))
             monkeypatch.setattr(second, "_take", hung)
+            goes_on = time.monotonic()
             assert answer(engine) == wanted
+            wait_until(
+                lambda: any(
+                    one.address == second.address and one._answered > goes_on
+                    for one in fleet._workers.values()
+                )
+            )
             first.close()
             third.close()
             assert answer(engine) == wanted, "of those that are left"
+
+
+@pytest.mark.slow
+def test_a_full_disk_and_a_slow_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is told in one sentence. A worker that cannot write a model gets no blocks, another one does; one
+    behind a link of 10 kB/s is alive, although a message takes longer than signs of life may be missing."""
+    changes = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+    model = save(tiny("llama", torch.float32, **changes), tmp_path / "long")
+    wanted = answer(Engine(model, EngineConfig(calibrate=False, cache_tokens=4096)), LONG)
+    monkeypatch.setattr("coserve.cluster.remote.UNHEARD", 10.0)
+    monkeypatch.setattr("coserve.cluster.remote._UNANSWERED", 300.0)
+    monkeypatch.setattr("coserve.cluster.remote._SLOW", 3.0)
+    monkeypatch.setattr("coserve.cluster.fleet._BEAT", 0.05)
+    monkeypatch.setattr("coserve.cluster.host._BEAT", 0.2)
+
+    def on_a_full_disk(name: str) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/zoo/views/{Path(name).name}")
+
+    full = BlockHost("tcp:127.0.0.1:0", KEY.encode(), on_a_full_disk).start()
+    worker = BlockHost("tcp:127.0.0.1:0", KEY.encode(), Path).start()
+    link = PacedLink(int(worker.address.rpartition(":")[2]), 10e3)
+    try:
+        settings: dict[str, Any] = {"cluster_blocks": 1, "cache_tokens": 4096}
+        with cluster_engine(model, [full.address, link.address], monkeypatch, **settings) as engine:
+            fleet = front_of(engine).fleet
+            assert answer(engine, LONG) == wanted
+            assert fleet.status() == {full.address: [], link.address: [0]}, "nobody was taken to be away"
+            told = [one.getMessage() for one in caplog.records if one.name.startswith("coserve.cluster")]
+            disk = [one for one in told if "No space left on device" in one]
+            assert len(disk) == 1 and f"the worker at {full.address}: " in disk[0]
+            slow = [one for one in told if f"the link to the worker at {link.address} is slow" in one]
+            assert len(slow) == 1 and "its sign of life took" in slow[0]
+    finally:
+        link.close()
+        worker.close()
+        full.close()
 
 
 def test_settings_that_name_no_cluster(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,19 @@ import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from clusters import cluster_engine, front_of, hosts
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.cluster.front import ClusterFront
 from coserve.cluster.host import BlockHost
 from coserve.cluster.hosted import HostedBlock, SequenceRows
+from coserve.cluster.instance import ArrivedRows, OpenBlock
 from coserve.engine.completion import Completion
 from models import prompts, save, tiny, with_lora
 from waiting import wait_until
@@ -125,6 +128,33 @@ def test_pages_follow_when_rows_go_elsewhere_in_every_step(
             assert front.copied > 100 and front.recomputed > 100
 
 
+def test_three_workers_compute_for_different_steps_at_once(
+    folders: dict[str, Path], wanted: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker waits, a few times at most, until the others compute as well: each for another step."""
+    with hosts(tmp_path / "w") as workers:
+        addresses = [worker.address for worker in workers]
+        with cluster_engine(folders["model"], addresses, monkeypatch, **SETTINGS) as engine:
+            active, together, lock = dict[int, set[int]](), Event(), Lock()
+            run = OpenBlock.run
+
+            def run_together(block: OpenBlock, arrived: Sequence[ArrivedRows]) -> list[Tensor]:
+                with lock:
+                    active[id(block)] = {one.message.number for one in arrived}
+                    if len(active) == 3 == len(front_of(engine)._open) == len(set().union(*active.values())):
+                        together.set()
+                together.wait(0.1)
+                with lock:
+                    del active[id(block)]
+                return run(block, arrived)
+
+            monkeypatch.setattr(OpenBlock, "run", run_together)
+            asked = [engine.generate(question, None, SAMPLING) for question in QUESTIONS]
+            engine.run()
+            check_equal(asked, wanted[: len(asked)])
+            assert together.is_set()
+
+
 def test_a_worker_dies_in_mid_answer(
     folders: dict[str, Path], wanted: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,9 +164,9 @@ def test_a_worker_dies_in_mid_answer(
         addresses = [worker.address for worker in workers]
         with cluster_engine(folders["model"], addresses, monkeypatch, cache_tokens=96, **SETTINGS) as engine:
             front, passes = front_of(engine), itertools.count()
-            run, alive = front.run, list(workers)
+            begin, alive = front.begin, list(workers)
 
-            def run_and_kill(*given: Any) -> Any:
+            def begin_and_kill(*given: Any) -> Any:
                 match next(passes):
                     case 9:
                         alive.pop(1).close()
@@ -144,9 +174,9 @@ def test_a_worker_dies_in_mid_answer(
                         alive.pop(0).close()
                     case 30:
                         alive.append(BlockHost(addresses[0], b"a key of tests", Path).start())
-                return run(*given)
+                return begin(*given)
 
-            monkeypatch.setattr(front, "run", run_and_kill)
+            monkeypatch.setattr(front, "begin", begin_and_kill)
             try:
                 check_equal(ask(engine, folders), wanted)
             finally:

@@ -21,10 +21,10 @@ _QUICK_ROUNDS: Final = 2
 
 
 class _Sent:
-    """Sends all rows to the worker at one address."""
+    """Sends prompts to the worker at one address, and what follows them to that at another."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, prompts: str, others: str) -> None:
+        self._prompts, self._others = prompts, others
 
     def __call__(
         self,
@@ -34,7 +34,8 @@ class _Sent:
         planned: Mapping[int, int],
         page_size: int,
     ) -> HostedBlock:
-        return next(one for one in candidates if one.worker.address == self.address)
+        address = self._others if rows.length == 1 else self._prompts
+        return next(one for one in candidates if one.worker.address == address)
 
 
 def run(bench: Bench, model: Path) -> None:
@@ -48,17 +49,16 @@ def run(bench: Bench, model: Path) -> None:
     with local_workers(2, RATE) as (one, other):
         settings = {"cluster_blocks": 1, "cluster_copies": 2, "cache_tokens": 2 * tokens, "calibrate": False}
         with engine_on((one, other), model, **settings) as (engine, front):
-            front.choose = sent = _Sent(one.address)
+            front.choose = _Sent(one.address, other.address)
             prompt = [token % bench.shape.vocabulary for token in range(3, 3 + tokens)]
             sampling = SamplingParams(max_tokens=3, ignore_eos=True)
             said = set[tuple[int, ...]]()
             for number in range(rounds + 1):
                 for way in MovingPages:
-                    front.moving, sent.address = way, one.address
+                    front.moving = way
                     answer = engine.generate(prompt, None, sampling)
-                    answered(engine, answer, 1)
-                    sent.address = other.address
                     before = front.copied, front.recomputed
+                    answered(engine, answer, 1)
                     taken = answered(engine, answer, 2)
                     copied, computed = front.copied - before[0], front.recomputed - before[1]
                     engine.run()

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Final
 
 _PIECE: Final = 1 << 17  # bytes at once: 1 ms of 1 Gbit/s
+_LEAST: Final = 1 << 10
 _BURST: Final = 0.002  # seconds of sending that are saved up while nothing is sent
 
 
@@ -15,12 +16,17 @@ class PacedLink:
     bytes a second each way."""
 
     def __init__(self, target: int, rate: float) -> None:
-        self._target, self._rate = target, rate
+        self._target = target
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp:127.0.0.1:{self._listening.getsockname()[1]}"
         self._ways = _Pace(rate), _Pace(rate)
         self._open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def set_rate(self, rate: float) -> None:
+        """Has it send so many bytes a second from now on."""
+        for way in self._ways:
+            way.rate = rate
 
     def close(self) -> None:
         """Ends the link and all connections over it."""
@@ -50,13 +56,13 @@ class _Pace:
     """One way of a link."""
 
     def __init__(self, rate: float) -> None:
-        self._rate, self._free = rate, 0.0  # when it has sent all that it was given
+        self.rate, self._free = rate, 0.0  # when it has sent all that it was given
         self._lock = threading.Lock()
 
     def wait(self, nbytes: int) -> None:
         """Returns once the link has sent so many bytes more."""
         with self._lock:
-            self._free = max(self._free, time.monotonic() - _BURST) + nbytes / self._rate
+            self._free = max(self._free, time.monotonic() - _BURST) + nbytes / self.rate
             free = self._free
         if (left := free - time.monotonic()) > 0.0:
             time.sleep(left)
@@ -64,7 +70,8 @@ class _Pace:
 
 def _relay(source: socket.socket, target: socket.socket, pace: _Pace) -> None:
     with suppress(OSError):
-        while data := source.recv(_PIECE):
+        # Over a slow link bytes trickle: at most 10 ms of them come at once.
+        while data := source.recv(min(_PIECE, max(int(pace.rate / 100), _LEAST))):
             pace.wait(len(data))
             target.sendall(data)
     for one in (source, target):

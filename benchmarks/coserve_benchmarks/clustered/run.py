@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from coserve_benchmarks.clustered import failover, meeting
+from coserve_benchmarks.clustered import failover, meeting, speculation
 from coserve_benchmarks.folder import save_shape
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.ours import Bench
@@ -17,12 +17,15 @@ from coserve_benchmarks.simulation.run import OF_SEEDS
 
 _MODELLED: Final = "modelled."
 _SIMULATED: Final = "cluster."  # what the simulator's check calls these rows
-_MEASURED: Final[Mapping[str, Callable[[Bench, Path], None]]] = {"kv": meeting.run, "failover": failover.run}
+_MEASURED: Final[Mapping[str, Callable[[Bench, Path], None]]] = {
+    "kv": meeting.run, "failover": failover.run, "speculation": speculation.run,
+}  # fmt: skip
 GROUPS: Final = (*_MEASURED, "modelled")
 BARS: Final[dict[str, Bar | None]] = {
     "kv.meet.vs_best_of_both": Bar(0.75, at_most=True),
     "failover.changed": Bar(0, at_most=True),
     "failover.gap_s": None,
+    "speculation.p50": Bar(0.95, at_most=True),
     **{
         f"{_MODELLED}{name.removeprefix(_SIMULATED)}": bar
         for name, bar in SIMULATED.items()

@@ -19,20 +19,22 @@ from coserve_benchmarks.clustered.pacing import PacedLink
 
 
 class LocalWorker:
-    """A process that has blocks, with all threads of the machine: of the benches' workers one computes at a
-    time. Others reach it over a link of `rate` bytes a second."""
+    """A process that has blocks, with `threads`, by default all of the machine: of most benches' workers one
+    computes at a time. Others reach it over a `link` of `rate` bytes a second."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, threads: int = 0) -> None:
         command = [sys.executable, "-c", "from coserve.cli.app import main; main()", "cluster", "worker"]
         self.process = subprocess.Popen(
-            [*command, "--listen", "tcp:127.0.0.1:0"], stdout=subprocess.PIPE, text=True
+            [*command, "--listen", "tcp:127.0.0.1:0", "--threads", str(threads)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         told = self.process.stdout.readline().strip()
         if not told:
             raise ServerError("a worker has not started")
-        self._link = PacedLink(int(told.rpartition(":")[2]), rate)
-        self.address = self._link.address
+        self.link = PacedLink(int(told.rpartition(":")[2]), rate)
+        self.address = self.link.address
 
     def kill(self) -> None:
         """Kills the process, as a machine that loses power does."""
@@ -42,11 +44,11 @@ class LocalWorker:
     def close(self) -> None:
         """Ends the process and its link."""
         self.kill()
-        self._link.close()
+        self.link.close()
 
 
 @contextmanager
-def local_workers(count: int, rate: float) -> Iterator[list[LocalWorker]]:
+def local_workers(count: int, rate: float, threads: int = 0) -> Iterator[list[LocalWorker]]:
     """Workers with a key of their own, which engines of this process read."""
     before = os.environ.get(CLUSTER_KEY)
     os.environ[CLUSTER_KEY] = before or secrets.token_hex()
@@ -54,7 +56,7 @@ def local_workers(count: int, rate: float) -> Iterator[list[LocalWorker]]:
         with ExitStack() as stack:
             found = []
             for _ in range(count):
-                found.append(LocalWorker(rate))
+                found.append(LocalWorker(rate, threads))
                 stack.callback(found[-1].close)
             yield found
     finally:

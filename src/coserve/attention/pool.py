@@ -138,11 +138,13 @@ class KVPool:
         )
 
     def _rows(self, pages: Tensor, groups: int) -> Tensor:
-        """Row indices of the pages in [groups * pages, ...], in order, cached for all layers of a step."""
-        if self._last is None or self._last[0] is not pages or self._last[1] != groups:
+        """Row indices of the pages in [groups * pages, ...], in order, cached for all layers of a step.
+        Another thread may gather pages of its own meanwhile."""
+        last = self._last
+        if last is None or last[0] is not pages or last[1] != groups:
             first = torch.arange(groups, device=pages.device)[:, None] * (self.padding_page + 1)
-            self._last = (pages, groups, (first + pages.flatten()).flatten())
-        return self._last[2]
+            self._last = last = (pages, groups, (first + pages.flatten()).flatten())
+        return last[2]
 
     def _tensor(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._device)

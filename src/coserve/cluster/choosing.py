@@ -1,6 +1,7 @@
 """The scheduler's choice of an instance for a sequence's rows, from its live record of the cluster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations
 from typing import Final, Protocol
 
 from coserve.cluster.dispatch import SCHEDULER, Dispatch, DispatchSettings
@@ -55,28 +56,30 @@ class LiveDispatch:
         """See `ChooseInstance`."""
         named = {one.worker.address: one for one in candidates}
         token_nbytes = max(candidates[0].loaded.page_nbytes // page_size, 1)
-        held = {name: _held(one, rows, page_size) for name, one in named.items() if rows.context}
+        held = {
+            name: held_tokens(one, rows.pages, rows.context, page_size)
+            for name, one in named.items()
+            if rows.context
+        }
+        links = live_links({*named, *(() if before is None else (before.worker.address,))}, self._rates)
         view = ClusterView(
-            {name: _worker(name, one) for name, one in named.items()},
+            {name: live_worker(name, one) for name, one in named.items()},
             {_CONTENT: ClusterBlock(_CONTENT, 0, token_nbytes, 1, measured_profile(candidates))},
             tuple(_instance(name, one, planned) for name, one in named.items()),
-            self._links(before, named),
+            links | {(SCHEDULER, name): ClusterLink(_REMOTE) for name in named},
         )
         request = ChainRequest(rows.key, rows.context, rows.length, {_CONTENT: held})
         sender = SCHEDULER if before is None else before.worker.address
         found = Dispatch(DispatchSettings(page=page_size)).choose(view, request, _CONTENT, sender)
         return candidates[0] if found is None else named[found.worker]
 
-    def _links(
-        self, before: HostedBlock | None, named: Mapping[str, HostedBlock]
-    ) -> dict[tuple[str, str], ClusterLink]:
-        links = {(SCHEDULER, name): ClusterLink(_REMOTE) for name in named}
-        for one in [*([] if before is None else [before]), *named.values()]:
-            for other in named.values():
-                if one.worker is not other.worker:
-                    pair = one.worker.address, other.worker.address
-                    links[pair] = ClusterLink(link_rate(*pair, self._rates))
-        return links
+
+def live_links(
+    workers: Iterable[str], rates: Mapping[tuple[str, str], float]
+) -> dict[tuple[str, str], ClusterLink]:
+    """Links between workers at some addresses, in both directions."""
+    pairs = permutations(workers, 2)
+    return {(one, other): ClusterLink(link_rate(one, other, rates)) for one, other in pairs}
 
 
 def link_rate(sender: str, receiver: str, rates: Mapping[tuple[str, str], float]) -> float:
@@ -85,13 +88,13 @@ def link_rate(sender: str, receiver: str, rates: Mapping[tuple[str, str], float]
     return max(rates.get((sender, receiver), _LOCAL if len(hosts) == 1 else _REMOTE), 1.0)
 
 
-def _held(one: HostedBlock, rows: SequenceRows, page_size: int) -> int:
-    """Tokens from the front on of which an instance has the pages."""
-    lacking = one.lacking(rows.pages, rows.context, page_size)
-    return min(lacking[0] * page_size, rows.context) if lacking else rows.context
+def held_tokens(one: HostedBlock, pages: Sequence[int], tokens: int, page_size: int) -> int:
+    """Of so many tokens in `pages`, those from the front on that an instance has."""
+    lacking = one.lacking(pages, tokens, page_size)
+    return min(lacking[0] * page_size, tokens) if lacking else tokens
 
 
-def _worker(name: str, one: HostedBlock) -> ClusterWorker:
+def live_worker(name: str, one: HostedBlock) -> ClusterWorker:
     """A worker. Its instances' pages are allocated as they are opened, so memory decides nothing here."""
     return ClusterWorker(name, Address.parse(name).host, MOST_COUNT, 0, 1.0, 1.0, one.rate or 1 / _GUESS)
 

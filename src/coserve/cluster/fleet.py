@@ -19,8 +19,8 @@ from torch import Tensor
 
 from coserve.adapters.sites import Site
 from coserve.cluster.blocks import decode_sites, encode_sites
-from coserve.cluster.growing import due_changes
-from coserve.cluster.hosted import BlockSettings, HostedBlock, Outcomes
+from coserve.cluster.growing import due_changes, due_moves
+from coserve.cluster.hosted import BlockSettings, HostedBlock, Outcome, Outcomes
 from coserve.cluster.messages import (
     CancelRows,
     CloseBlock,
@@ -32,6 +32,7 @@ from coserve.cluster.messages import (
     RowsReturned,
     TellSites,
 )
+from coserve.cluster.placement import DependenceCounter
 from coserve.cluster.remote import WorkerLink, error_in
 from coserve.cluster.scaling import DropInstance
 from coserve.errors import (
@@ -45,6 +46,7 @@ from coserve.errors import (
 from coserve.split.address import Address
 
 _log = logging.getLogger(__name__)
+_LOOK: Final = 10.0  # seconds between two looks at where blocks are
 _BEAT: Final = 1.0  # seconds between signs of life, and between attempts to reach a worker
 _MOST_TOLD: Final = 64  # workers
 _AVOIDED: Final = 30.0  # seconds in which rows do not use a link that has failed
@@ -65,9 +67,12 @@ class ClusterFleet:
         self.settings, self.id = settings, uuid.uuid4().hex
         self.contents: dict[int, str] = {}  # of each block, as its first instance told
         self.rates: dict[tuple[str, str], float] = {}  # bytes a second of links, as pages have shown
+        self._traffic = DependenceCounter()
+        self._computed: dict[str, float] = {}  # seconds of each block since the last look
+        self._looked = time.monotonic()
         self._addresses, self._key = addresses, key
         self._numbers = itertools.count(1)  # of instances and passes
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # of all below, and of traffic and seconds
         self._workers: dict[str, WorkerLink] = {}
         self._refused: dict[str, str] = {}  # workers that have another model, and why
         self._instances: dict[int, HostedBlock] = {}
@@ -179,6 +184,8 @@ class ClusterFleet:
                 self.place()
                 if self.settings.queue:
                     self._scale()
+                if time.monotonic() - self._looked >= _LOOK:
+                    self._replace()
             except CoserveError as error:
                 _log.warning("blocks are not where they should be: %s", error)
 
@@ -203,7 +210,7 @@ class ClusterFleet:
                 worker.address, sorted(one.block for one in lost),
             )  # fmt: skip
         for number, outcome in outcomes:
-            outcome.put((number, None, []))
+            outcome.put(Outcome(number))
 
     def place(self) -> list[HostedBlock]:
         """Gives every block as many instances as there are to be, on workers with the fewest blocks; returns
@@ -252,6 +259,38 @@ class ClusterFleet:
                     except CoserveError as error:
                         _log.warning("%s", error)
                         self._unfit.add((block, worker.address))
+
+    def count(self, instances: Sequence[HostedBlock], nbytes: int, seconds: Sequence[float]) -> None:
+        """Counts rows that went from one instance to the next, and the seconds that each computed."""
+        with self._lock:
+            for before, one in itertools.pairwise(instances):
+                self._traffic.note(str(before.block), str(one.block), nbytes, time.monotonic())
+            for one, spent in zip(instances, seconds, strict=True):
+                self._computed[str(one.block)] = self._computed.get(str(one.block), 0.0) + spent
+
+    def _replace(self) -> None:
+        """Moves an instance closer to those that its rows come from and go to, where traffic says that it
+        pays, and closes those that have moved and are idle."""
+        now = time.monotonic()
+        with self._placing:
+            with self._lock:
+                workers = {a: one for a, one in self._workers.items() if a not in self._refused}
+                traffic, elapsed = self._traffic.traffic(now), max(now - self._looked, 1e-3)
+                loads = {content: spent / elapsed for content, spent in self._computed.items()}
+                self._computed, self._looked = {}, now
+            there = self.instances()
+            for one in there:
+                if one.is_leaving and not one.rows and now - one.used_at > self.settings.idle:
+                    self._close(one)
+            for one, address in due_moves(self.settings, there, workers, traffic, loads)[:1]:
+                if (one.block, address) not in self._unfit:
+                    _log.info("block %d moves from %s to %s", one.block, one.worker.address, address)
+                    try:
+                        self._load(one.block, workers[address])
+                        one.is_leaving = True
+                    except CoserveError as error:
+                        _log.warning("%s", error)
+                        self._unfit.add((one.block, address))
 
     def _room_for(self, block: int, there: Sequence[HostedBlock]) -> WorkerLink | None:
         """The worker with the fewest blocks; of several one on a host of the blocks before and behind, from
@@ -361,7 +400,7 @@ class ClusterFleet:
             if not is_lost:
                 self._under_way[number] = _SentNumber(instances, outcome)
         if is_lost:
-            outcome.put((number, None, []))
+            outcome.put(Outcome(number))
         return number
 
     def _settle(
@@ -371,7 +410,7 @@ class ClusterFleet:
         with self._lock:
             found = self._under_way.pop(number, None)
         if found is not None:
-            found.outcome.put((number, message, tensors))
+            found.outcome.put(Outcome(number, message, tensors))
 
     def failed(
         self,

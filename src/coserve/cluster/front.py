@@ -1,8 +1,12 @@
-"""The way of a pass's rows through the blocks of a cluster.
+"""The ways of passes' rows through the blocks of a cluster, several passes at once.
 
 A sequence's rows go to the instances that dispatch chooses, owners of its pages first (BlockLLM, 5.3). Where
 one lacks pages, they are copied from another, recomputed from the front, or both until they meet (5.1).
 Whatever is lost with a worker is loaded and computed again elsewhere: no request fails for it.
+
+A pass is a *flight*. Its rows travel in groups that go the same way. Each group is a task: a generator that
+sends something and yields until its reply is there. Replies of all tasks come in one queue, so that one
+thread drives all flights, and workers compute for different passes at the same time.
 
 What an instance holds is counted page by page, with the tokens that are in each: a page whose bytes nobody
 has confirmed is not read.
@@ -11,20 +15,23 @@ has confirmed is not read.
 import itertools
 import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
-from coserve.cluster.choosing import ChooseInstance, LiveDispatch, link_rate
+from coserve.cluster.choosing import ChooseInstance, LiveDispatch, link_rate, measured_profile
 from coserve.cluster.fleet import ClusterFleet
-from coserve.cluster.hosted import HostedBlock, Outcomes, SequenceRows
+from coserve.cluster.hosted import HostedBlock, Outcome, Outcomes, SequenceRows
 from coserve.cluster.meeting import Meeting, MovingPages, PageMove
 from coserve.cluster.messages import CopyPages, Hop, PassRows, RowSegment, RowsPassed
+from coserve.cluster.pausing import PausedSequence, PausedSequences
 from coserve.cluster.records import ClusterLink
+from coserve.cluster.speculation import bottlenecks, speculated_places
 from coserve.errors import CoserveError, Unreachable, WeightsUnreadable
 
 _ATTEMPTS: Final = 8  # of a pass while workers are lost; then the plan waits
@@ -32,90 +39,196 @@ _COPIED: Final = 128  # tokens of pages that are copied at once
 _COMPUTED: Final = 512  # and computed again at a known rate: smaller passes read the weights more often
 _RECOMPUTED: Final = 1e3  # tokens a second of recomputing before any are measured
 
+Steps: TypeAlias = Generator[None, Outcome, None]  # of a task: it is sent the outcome of what it has begun
+
 
 class _Again(Exception):
     """A worker or a link was lost; what was under way has to be done again."""
 
 
 @dataclass(eq=False)
-class _Journey:
-    """Rows of some sequences that go the same way: legs of instances that reach each other."""
+class Flight:
+    """The rows [rows, width] of a pass on their way: `left` are places of sequences that no task takes there,
+    `tasks` the number of those under way. `out` has what has come back."""
 
     rows: Sequence[SequenceRows]
-    places: Sequence[int]
-    legs: list[Sequence[HostedBlock]]
     hidden: Tensor
-    number: int = -1
+    out: Tensor
+    left: list[int]
+    writes: frozenset[int]  # pages that its rows fill
+    tasks: int = 0
+    attempts: int = 0
+    error: CoserveError | None = None
+    began: float = field(default_factory=time.monotonic)
+    ended: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_done(self) -> bool:
+        """Tells whether all rows are back, or will never be."""
+        return not self.tasks and (self.error is not None or not self.left)
+
+    def spans(self) -> list[slice]:
+        """The rows of each sequence."""
+        ends = list(itertools.accumulate(one.length for one in self.rows))
+        return [slice(end - one.length, end) for one, end in zip(self.rows, ends, strict=True)]
 
 
 class ClusterFront:
-    """Takes rows through the blocks of a `fleet`. One thread calls it."""
+    """Takes rows through the blocks of a `fleet`, those of up to `plans` passes at once: of as many as
+    workers have blocks, so that all of them may compute. One thread calls it."""
 
     def __init__(
         self,
         fleet: ClusterFleet,
         choose: ChooseInstance | None = None,
         moving: MovingPages = MovingPages.MEET,
+        resumes: bool = False,
     ) -> None:
+        """With `resumes`, sequences that have ended may be resumed, and their pages move ahead of that."""
         self.fleet, self.moving, self.settings = fleet, moving, fleet.settings
         self.rates = fleet.rates
         self.choose: ChooseInstance = LiveDispatch(self.rates) if choose is None else choose
         self.copied = self.recomputed = 0  # tokens of pages that were brought, over all blocks
+        self.right = self.wrong = 0  # predictions of surrogates
+        self.moved = 0  # times that pages have moved before somebody needed them
+        self._paused = PausedSequences(self.settings.page_size) if resumes else None
+        self._moves: list[Flight] = []  # of such pages, with no rows
+        self.plans = max(len({one.worker.address for one in fleet.instances()}), 1)
+        self.waited = self.passing = 0.0  # seconds of waiting here, and of all flights that have ended
+        self._pieces = max(self.settings.blocks // self.plans, 1)  # groups of one pass that go the same way
+        self._open: list[Flight] = []
+        self._outcomes: Outcomes = queue.SimpleQueue()
+        self._waiting: dict[int, tuple[Flight, Steps]] = {}  # who began what, by number
+        self._current: tuple[Flight, Steps] | None = None  # the task that runs
 
     def clean(self, pages: Sequence[int]) -> None:
-        """Pages have a new owner: nothing in them counts any more."""
+        """Pages have a new owner: nothing in them counts any more. Moves that fill them end before."""
+        for move in self._moves:
+            if not move.is_done and not move.writes.isdisjoint(pages):
+                self._stop(move)
+        if self._paused is not None:
+            self._paused.forget(pages)
         for one in self.fleet.instances():
             for page in pages:
                 one.filled.pop(page, None)
 
-    def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> Tensor:
-        """Takes rows [rows, width] of some sequences, one behind the other, through all blocks. Raises
-        WeightsUnreadable while blocks are missing, and the error of a worker that computes and fails."""
-        starts = [0, *itertools.accumulate(one.length for one in rows)]
-        out = torch.empty_like(hidden)
-        left = list(range(len(rows)))
-        for _ in range(_ATTEMPTS):
+    def begin(self, rows: Sequence[SequenceRows], hidden: Tensor) -> Flight:
+        """Sends rows [rows, width] of some sequences, one behind the other, on their way through all blocks.
+        No other flight has rows of these sequences."""
+        size = self.settings.page_size
+        writes = (one.pages[one.context // size : -(-(one.context + one.length) // size)] for one in rows)
+        pages = frozenset(itertools.chain.from_iterable(writes))
+        flight = Flight(rows, hidden, torch.empty_like(hidden), list(range(len(rows))), pages)
+        self._open.append(flight)
+        self._set_out(flight)
+        if self._paused is not None:
+            self._paused.forget(itertools.chain.from_iterable(one.pages for one in rows))
+            self._move_ahead(self._paused)
+        return flight
+
+    def end(self, key: int, pages: Sequence[int], tokens: int) -> None:
+        """A sequence has ended, with so many tokens in its pages."""
+        if self._paused is not None:
+            self._paused.end(key, pages, tokens, time.monotonic())
+
+    def is_filling(self, pages: Sequence[int]) -> bool:
+        """Tells whether a flight fills some of these pages."""
+        return any(not one.writes.isdisjoint(pages) for one in self._open)
+
+    def finish(self, flight: Flight) -> Tensor:
+        """The rows of a flight, once all are back; others go on meanwhile. Raises WeightsUnreadable while
+        blocks are missing, and the error of a worker that computes and fails."""
+        began = time.monotonic()
+        while not flight.is_done:
+            self._take(self._outcomes.get())
+        self.waited += time.monotonic() - began
+        self.passing += flight.ended - flight.began
+        self._open.remove(flight)
+        if flight.error is not None:
+            raise flight.error
+        return flight.out
+
+    # Tasks
+
+    def _take(self, outcome: Outcome) -> None:
+        """Has the task that waits for an outcome go on; one that comes late is nobody's."""
+        if (found := self._waiting.pop(outcome.number, None)) is not None:
+            flight, task = found
+            flight.ended = outcome.at
+            self._go_on(flight, task, outcome)
+
+    def _go_on(self, flight: Flight, task: Steps, outcome: Outcome | None) -> None:
+        """Runs a task until it waits again, or ends."""
+        self._current = flight, task
+        try:
+            if outcome is None:
+                next(task)
+            else:
+                task.send(outcome)
+            return
+        except StopIteration:
+            pass
+        except CoserveError as error:
+            flight.error = flight.error or error
+        flight.tasks -= 1
+        if not flight.tasks:
+            self._set_out(flight)
+
+    def _start(self, instances: Sequence[HostedBlock]) -> int:
+        """A number for something that the task at hand begins at instances; it is sent the outcome."""
+        number = self.fleet.start(instances, self._outcomes)
+        assert self._current is not None, "a task begins things"
+        self._waiting[number] = self._current
+        return number
+
+    def _failed(self, outcome: Outcome, instances: Sequence[HostedBlock]) -> Exception:
+        """Notes that something did not come back. Returns the error of a worker that computes and fails, or
+        that it has to be done again."""
+        return self.fleet.failed(outcome.number, outcome.message, instances) or _Again()
+
+    # Passes
+
+    def _set_out(self, flight: Flight) -> None:
+        """Sends the rows that are left on their way."""
+        while flight.left and flight.error is None:
+            if flight.attempts == _ATTEMPTS:
+                told = "workers of the cluster go away faster than their blocks are loaded again"
+                flight.error = WeightsUnreadable(told)
+                return
+            flight.attempts += 1
             try:
-                left = self._attempt(rows, hidden, starts, left, out)
+                ways = self._ways(flight)
             except _Again:
                 continue
-            if not left:
-                return out
-        raise WeightsUnreadable("workers of the cluster go away faster than their blocks are loaded again")
-
-    def _attempt(
-        self,
-        rows: Sequence[SequenceRows],
-        hidden: Tensor,
-        starts: Sequence[int],
-        left: Sequence[int],
-        out: Tensor,
-    ) -> list[int]:
-        """Sends the rows that are left on their way, and waits for all. Returns those that were lost."""
-        if any(not self.fleet.instances(block) for block in range(self.settings.blocks)):
-            try:
-                self.fleet.place()
             except CoserveError as error:
-                raise WeightsUnreadable(str(error)) from error
-        ways: dict[int, list[HostedBlock]] = {}
+                flight.error = WeightsUnreadable(str(error))
+                return
+            flight.left = []
+            alone = [place for place in ways if flight.rows[place].surrogates]  # each verified by itself
+            others = {place: way for place, way in ways.items() if place not in alone}
+            groups = [*_grouped(others, self._pieces), *([place] for place in alone)]
+            flight.tasks = len(groups)
+            for places in groups:
+                self._go_on(flight, self._journey(flight, places, ways[places[0]]), None)
+            return
+
+    def _ways(self, flight: Flight) -> dict[int, list[HostedBlock]]:
+        """An instance of each block for the rows that are left, by their places. Raises _Again where a worker
+        goes meanwhile, and the error of workers that cannot load a block which nobody has."""
+        if any(not self.fleet.instances(block) for block in range(self.settings.blocks)):
+            self.fleet.place()
         planned: dict[int, int] = {}  # rows that are to go to instances
-        for place in left:
-            ways[place] = self._way(rows[place], planned)
-            self._bring(rows[place], ways[place])
-        journeys = []
-        for places in _grouped(ways, self.settings.blocks):
-            own = torch.cat([hidden[starts[place] : starts[place + 1]] for place in places])
-            journeys.append(_Journey([rows[p] for p in places], places, self._legs(ways[places[0]]), own))
-        return self._travel(journeys, starts, out)
+        return {place: self._way(flight.rows[place], planned) for place in sorted(flight.left)}
 
     def _way(self, rows: SequenceRows, planned: dict[int, int]) -> list[HostedBlock]:
         """An instance of each block. Raises _Again where one has none."""
         way: list[HostedBlock] = []
         there = self.fleet.instances()
         for block in range(self.settings.blocks):
-            candidates = [one for one in there if one.block == block]
-            if not candidates:
+            own = [one for one in there if one.block == block]
+            if not own:
                 raise _Again
+            candidates = [one for one in own if not one.is_leaving] or own
             chosen = candidates[0]
             if len(candidates) > 1:
                 before = way[-1] if way else None
@@ -123,6 +236,27 @@ class ClusterFront:
             planned[chosen.number] = planned.get(chosen.number, 0) + rows.length
             way.append(chosen)
         return way
+
+    def _journey(self, flight: Flight, places: Sequence[int], way: Sequence[HostedBlock]) -> Steps:
+        """The task of rows that go one way: their pages are brought, then they pass leg after leg. Rows whose
+        worker is lost are left."""
+        rows, spans = [flight.rows[place] for place in places], flight.spans()
+        lengths = [one.length for one in rows]
+        for one in way:
+            one.rows += sum(lengths)
+        try:
+            for own in rows:
+                yield from self._bring(own, way)
+            hidden = torch.cat([flight.hidden[spans[place]] for place in places])
+            for leg in self._legs(way):
+                hidden = yield from self._pass(rows, leg, hidden, self._predicted(rows, way))
+            for place, passed in zip(places, torch.split(hidden, lengths), strict=True):
+                flight.out[spans[place]] = passed
+        except _Again:
+            flight.left += places
+        finally:
+            for one in way:
+                one.rows -= sum(lengths)
 
     def _legs(self, way: Sequence[HostedBlock]) -> list[Sequence[HostedBlock]]:
         """The way in parts whose workers reach each other: between two, rows come back here."""
@@ -134,53 +268,51 @@ class ClusterFront:
                 legs[-1].append(one)
         return list(legs)
 
-    def _travel(self, journeys: Sequence[_Journey], starts: Sequence[int], out: Tensor) -> list[int]:
-        outcome: Outcomes = queue.SimpleQueue()
-        going: dict[int, _Journey] = {}
-        lost, error = list[int](), None
-        for journey in journeys:
-            self._send(journey, outcome, going)
-        while going:
-            number, message, tensors = outcome.get()
-            journey = going.pop(number)
-            leg = journey.legs.pop(0)
-            self._count(leg, journey.hidden, -1)
-            if not isinstance(message, RowsPassed):
-                lost += journey.places
-                error = self.fleet.failed(number, message, leg) or error
-                continue
-            (hidden,) = tensors
-            for one, seconds in zip(leg, message.seconds, strict=True):
-                self._note(one, journey.rows)
-                one.observe(len(hidden), seconds)
-            journey.hidden = hidden
-            if journey.legs:
-                self._send(journey, outcome, going)
-                continue
-            at = 0
-            for place, own in zip(journey.places, journey.rows, strict=True):
-                out[starts[place] : starts[place + 1]] = hidden[at : at + own.length]
-                at += own.length
-        if error is not None:
-            raise error
-        return sorted(lost)
+    def _predicted(self, rows: Sequence[SequenceRows], way: Sequence[HostedBlock]) -> dict[int, str]:
+        """The surrogates that predict outputs on the way of rows, by instance: beside those that complete
+        their queues last."""
+        if not (surrogates := rows[0].surrogates):
+            return {}
+        there = self.fleet.instances()
+        profiles = {
+            block: measured_profile([one for one in there if one.block == block])
+            for block in {one.block for one in there}
+        }
+        seconds = {_place(one): profiles[one.block].seconds(one.rows) for one in there}
+        slowest = bottlenecks(seconds, self.settings.speculated)
+        names = {str(block): key for block, key in surrogates.items()}
+        chain = [_place(one) for one in way]
+        places = speculated_places(chain, slowest, names, approximates=True)
+        return {way[place].number: surrogates[way[place].block] for place in places}
 
-    def _send(
+    def _pass(
         self,
-        journey: _Journey,
-        outcome: Outcomes,
-        going: dict[int, _Journey],
-    ) -> None:
-        """Sends rows on the first of their legs."""
-        leg = journey.legs[0]
-        segments = tuple(self._segment(one) for one in journey.rows)
-        journey.number = self.fleet.start(leg, outcome)
-        going[journey.number] = journey
-        self._count(leg, journey.hidden, 1)
-        hops = tuple(self._hop(one, [page for own in segments for page in own.pages]) for one in leg)
-        message = PassRows(journey.number, self.fleet.id, segments, hops)
+        rows: Sequence[SequenceRows],
+        leg: Sequence[HostedBlock],
+        hidden: Tensor,
+        predicted: Mapping[int, str],
+    ) -> Generator[None, Outcome, Tensor]:
+        """Takes rows through the instances of a leg, beside some of which surrogates predict."""
+        segments = tuple(self._segment(one) for one in rows)
+        number = self._start(leg)
+        pages = [page for own in segments for page in own.pages]
+        hops = tuple(
+            structs.replace(self._hop(one, pages), surrogate=predicted.get(one.number, "")) for one in leg
+        )
         with suppress(Unreachable):  # told as an outcome
-            leg[0].worker.send(message, [journey.hidden])
+            leg[0].worker.send(PassRows(number, self.fleet.id, segments, hops), [hidden])
+        outcome = yield
+        if not isinstance(message := outcome.message, RowsPassed):
+            raise self._failed(outcome, leg)
+        (passed,) = outcome.tensors
+        self.right += sum(message.verified)
+        self.wrong += len(message.verified) - sum(message.verified)
+        for one, seconds in zip(leg, message.seconds, strict=True):
+            for own in rows:
+                one.note(own.pages, own.context + own.length, self.settings.page_size)
+            one.observe(len(passed), seconds)
+        self.fleet.count(leg, passed.nbytes, message.seconds)
+        return passed
 
     def _segment(self, rows: SequenceRows) -> RowSegment:
         end = rows.context + rows.length
@@ -193,23 +325,56 @@ class ClusterFront:
         one.filled |= dict.fromkeys(fresh, 0)
         return Hop(one.worker.address, one.number, fresh)
 
-    def _note(self, one: HostedBlock, rows: Sequence[SequenceRows]) -> None:
-        for own in rows:
-            one.note(own.pages, own.context + own.length, self.settings.page_size)
+    # Pages
 
-    def _count(self, instances: Sequence[HostedBlock], hidden: Tensor, sign: int) -> None:
-        for one in instances:
-            one.rows += sign * len(hidden)
-
-    def _bring(self, rows: SequenceRows, way: Sequence[HostedBlock]) -> None:
+    def _bring(self, rows: SequenceRows, way: Sequence[HostedBlock]) -> Steps:
         """Brings the pages of a sequence's context to the instances on its way, from the first block on.
         Raises _Again where a worker is lost meanwhile, and a worker's error."""
         size = self.settings.page_size
         for block, one in enumerate(way):
             if lacking := one.lacking(rows.pages, rows.context, size):
-                self._move(rows, way[: block + 1], lacking)
+                yield from self._move(rows, way[: block + 1], lacking)
 
-    def _move(self, rows: SequenceRows, way: Sequence[HostedBlock], lacking: Sequence[int]) -> None:
+    def _move_ahead(self, paused: PausedSequences) -> None:
+        """Begins the moves of pages that are due, each beside the flights."""
+        self._moves = [move for move in self._moves if not move.is_done]
+        for one, target in paused.due(self.fleet.instances(), self.rates, time.monotonic()):
+            move = Flight((), torch.empty(0, 0), torch.empty(0, 0), [], frozenset(one.pages), tasks=1)
+            self._moves.append(move)
+            self._go_on(move, self._copy_ahead(one, target), None)
+
+    def _copy_ahead(self, paused: PausedSequence, target: HostedBlock) -> Steps:
+        """Copies pages of a sequence that has ended to an instance. One that is lost is not tried again."""
+
+        def embedded(start: int, count: int) -> Tensor:
+            raise AssertionError("pages are copied alone")
+
+        rows = SequenceRows(paused.key, 1, paused.tokens, paused.pages, "", False, embedded)
+        lacking = target.lacking(rows.pages, rows.context, self.settings.page_size)
+        if lacking and self._source(rows, target, lacking) is not None:
+            with suppress(_Again):
+                yield from self._move(rows, [target], lacking, MovingPages.COPY)
+                self.moved += 1
+
+    def _stop(self, move: Flight) -> None:
+        """Ends a move once what it has begun is over."""
+        numbers = {number for number, (flight, _) in self._waiting.items() if flight is move}
+        while numbers:
+            outcome = self._outcomes.get()
+            if outcome.number in numbers:
+                numbers.remove(outcome.number)
+                del self._waiting[outcome.number]
+            else:
+                self._take(outcome)
+        move.tasks = 0
+
+    def _move(
+        self,
+        rows: SequenceRows,
+        way: Sequence[HostedBlock],
+        lacking: Sequence[int],
+        moving: MovingPages | None = None,
+    ) -> Steps:
         """Recomputes pages from the first that is lacking on, while they are copied from the last back."""
         one, size = way[-1], self.settings.page_size
         first = lacking[0] * size
@@ -225,27 +390,24 @@ class ClusterFront:
             else ClusterLink(link_rate(source.worker.address, one.worker.address, self.rates)),
             recompute_rate=rate,
         )
-        moving = MovingPages.RECOMPUTE if source is None else self.moving
+        moving = MovingPages.RECOMPUTE if source is None else moving or self.moving
         meeting = Meeting(move, max(_COPIED, size), moving, _COMPUTED if is_known else None)
-        outcome: Outcomes = queue.SimpleQueue()
         going: dict[int, tuple[range, float, bool]] = {}
         while not meeting.is_done:
             if (tokens := meeting.next_recomputed()) is not None:
-                number = self._recompute(rows, way, range(first + tokens.start, first + tokens.stop), outcome)
+                number = self._recompute(rows, way, range(first + tokens.start, first + tokens.stop))
                 going[number] = tokens, time.monotonic(), False
             if source is not None and (tokens := meeting.next_copied()) is not None:
-                pages = self._pages_of(rows, first, tokens)
-                number = self._copy(source, one, pages, outcome)
+                number = self._copy(source, one, self._pages_of(rows, first, tokens))
                 going[number] = tokens, time.monotonic(), True
-            number, message, _ = outcome.get()
-            tokens, began, is_copy = going.pop(number)
-            if not isinstance(message, RowsPassed):
+            outcome = yield
+            tokens, began, is_copy = going.pop(outcome.number)
+            if not isinstance(message := outcome.message, RowsPassed):
                 for other in going:  # late ones are nobody's
+                    del self._waiting[other]
                     self.fleet.failed(other, None, way)
-                if error := self.fleet.failed(number, message, [source, one] if is_copy and source else way):
-                    raise error
-                raise _Again
-            seconds = time.monotonic() - began
+                raise self._failed(outcome, [source, one] if is_copy and source else way)
+            seconds = max(outcome.at - began, 0.0)
             if is_copy:
                 self._brought(rows, one, first, tokens)
                 meeting.copied(seconds)
@@ -285,14 +447,8 @@ class ClusterFront:
             there = min(size, first + tokens.stop - place * size)
             one.filled[rows.pages[place]] = max(one.filled.get(rows.pages[place], 0), there)
 
-    def _recompute(
-        self,
-        rows: SequenceRows,
-        way: Sequence[HostedBlock],
-        tokens: range,
-        outcome: Outcomes,
-    ) -> int:
-        number = self.fleet.start(way, outcome)
+    def _recompute(self, rows: SequenceRows, way: Sequence[HostedBlock], tokens: range) -> int:
+        number = self._start(way)
         pages = tuple(rows.pages[: -(-tokens.stop // self.settings.page_size)])
         segment = RowSegment(rows.key, len(tokens), tokens.start, pages, rows.adapter)
         hops = tuple(self._hop(one, pages) for one in way)
@@ -301,18 +457,17 @@ class ClusterFront:
             way[0].worker.send(PassRows(number, self.fleet.id, (segment,), hops), [hidden])
         return number
 
-    def _copy(
-        self,
-        source: HostedBlock,
-        target: HostedBlock,
-        pages: tuple[int, ...],
-        outcome: Outcomes,
-    ) -> int:
-        number = self.fleet.start([source, target], outcome)
+    def _copy(self, source: HostedBlock, target: HostedBlock, pages: tuple[int, ...]) -> int:
+        number = self._start([source, target])
         hop = Hop(target.worker.address, target.number)
         with suppress(Unreachable):
             source.worker.send(CopyPages(number, self.fleet.id, source.number, pages, hop))
         return number
+
+
+def _place(one: HostedBlock) -> tuple[str, str]:
+    """An instance as policies name it: its worker and its block."""
+    return one.worker.address, str(one.block)
 
 
 def _grouped(ways: Mapping[int, Sequence[HostedBlock]], pieces: int) -> list[list[int]]:

@@ -1,10 +1,13 @@
-"""Scaling of live instances: the policy of `cluster/scaling.py` over a scheduler's record of its workers."""
+"""Scaling and re-placement of live instances: the policies of `cluster/scaling.py` and `cluster/placement.py`
+over a scheduler's record of its workers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from coserve.cluster.choosing import link_rate, measured_profile
 from coserve.cluster.hosted import BlockSettings, HostedBlock
+from coserve.cluster.placement import PlacementSettings, PlacementTask, moves_between, place_by_locality
 from coserve.cluster.records import BlockInstance, ClusterBlock, ClusterLink, ClusterView, ClusterWorker
 from coserve.cluster.remote import WorkerLink
 from coserve.cluster.scaling import AddInstance, DropInstance, ScalingSettings, scale
@@ -37,6 +40,36 @@ def due_changes(
         for change in found
         if isinstance(change, AddInstance) or len(by_block[int(change.content)]) > settings.copies
     ]
+
+
+def due_moves(
+    settings: BlockSettings,
+    instances: Sequence[HostedBlock],
+    workers: Mapping[str, WorkerLink],
+    traffic: Mapping[tuple[str, str], float],
+    loads: Mapping[str, float],
+) -> list[tuple[HostedBlock, str]]:
+    """Instances that are to move, and the addresses of their workers: such that blocks between which more
+    bytes go are closer to each other. Only where each block has one instance; `loads` are the blocks' seconds
+    of computing in a second."""
+    placed = {str(one.block): one for one in instances}
+    if len(placed) != len(instances) or len(instances) != settings.blocks:
+        return []
+    own: dict[str, int] = {}
+    for one in instances:
+        nbytes = one.loaded.nbytes + one.loaded.cache_nbytes
+        own[one.worker.address] = own.get(one.worker.address, 0) + nbytes
+    there = {
+        address: replace(_worker(address, worker), memory=worker.free + own.get(address, 0), used=0)
+        for address, worker in workers.items()
+    }
+    blocks = {content: _block([one]) for content, one in placed.items()}
+    task = PlacementTask(blocks, there, traffic, loads, PlacementSettings(reserve=_RESERVE))
+    at = {content: one.worker.address for content, one in placed.items()}
+    if any(address not in there for address in at.values()):
+        return []
+    wanted = place_by_locality(task)
+    return [] if wanted is None else [(placed[one], to) for one, to in moves_between(task, at, wanted)]
 
 
 def _worker(address: str, worker: WorkerLink) -> ClusterWorker:

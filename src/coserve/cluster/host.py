@@ -24,9 +24,11 @@ from msgspec import DecodeError, structs
 from torch import Tensor
 
 from coserve.cluster.agent import BATCH_ROWS, COUNTDOWN, AgentQueue
+from coserve.cluster.ahead import Speculator
 from coserve.cluster.blocks import BlockParameters, decode_sites, encode_sites, files_digest, load_block
 from coserve.cluster.instance import ArrivedRows, OpenBlock, check_rows
 from coserve.cluster.messages import (
+    Beat,
     BlockLoaded,
     CancelRows,
     CloseBlock,
@@ -39,10 +41,12 @@ from coserve.cluster.messages import (
     PassRows,
     Ping,
     Pong,
+    PredictedRows,
     PutPages,
     ReadFrozen,
     RowsFailed,
     RowsPassed,
+    RowsVerified,
     Settled,
     TellSites,
     TrainRows,
@@ -58,6 +62,7 @@ from coserve.model.base import Base
 from coserve.split.address import Address, shut
 
 _log = logging.getLogger(__name__)
+_BEAT: Final = 1.0  # seconds between signs of life
 _TRAINING: Final = 256  # windows of a scheduler that may wait at a worker
 _CANCELLED: Final = 4096  # numbers that are remembered of each scheduler
 Place = tuple[str, int]  # a scheduler's id and its instance's number
@@ -84,9 +89,10 @@ class _Training:
 
 @dataclass(eq=False)
 class _Scheduler:
-    """A scheduler that is connected."""
+    """A scheduler that is connected; one that has asked for a sign of life gets more of them."""
 
     peer: Peer
+    has_asked: bool = False
     cancelled: deque[int] = field(default_factory=lambda: deque(maxlen=_CANCELLED))
 
 
@@ -119,12 +125,14 @@ class BlockHost:
         self._outboxes: dict[str, Outbox] = {}
         self._peers: set[Peer] = set()
         self._is_closed = False
+        self._has_ended = threading.Event()
+        self._speculator = Speculator(self._forward, self._go_on, self._queue_arrived)
         self._loading = threading.Lock()  # one block at a time
         self._bases: dict[tuple[str, int, int, str], tuple[Base, str]] = {}
         self._digests: dict[str, tuple[tuple[int, ...], str]] = {}
         self._threads = [
             threading.Thread(target=run, name=f"coserve-block-{run.__name__.strip('_')}", daemon=True)
-            for run in (self._accept, self._compute, self._move)
+            for run in (self._accept, self._compute, self._move, self._beat)
         ]
 
     def start(self) -> "BlockHost":
@@ -139,7 +147,9 @@ class BlockHost:
             self._is_closed = True
             peers, outboxes = list(self._peers), list(self._outboxes.values())
             self._lock.notify_all()
+        self._has_ended.set()
         self._moves.put(None)
+        self._speculator.close()
         shut(self._listening)
         self._listening.close()
         self._bound.remove()
@@ -176,6 +186,7 @@ class BlockHost:
                         before.peer.close()
                     self._drop(scheduler)
                     self._schedulers[scheduler] = _Scheduler(peer)
+                self._speculator.cancel(scheduler)
             while (found := peer.receive()) is not None:
                 self._take(peer, scheduler, *found)
         except OSError as error:
@@ -185,9 +196,21 @@ class BlockHost:
             with self._lock:
                 self._peers.discard(peer)
                 own = self._schedulers.get(scheduler)
-                if own is not None and own.peer is peer:
+                if is_gone := own is not None and own.peer is peer:
                     self._drop(scheduler)
+            if is_gone:
+                self._speculator.cancel(scheduler)
             hang_up(peer)
+
+    def _beat(self) -> None:
+        """Tells schedulers that this worker lives, unless they are being told something else."""
+        while not self._has_ended.wait(_BEAT):
+            with self._lock:
+                peers = [one.peer for one in self._schedulers.values() if one.has_asked]
+            for peer in peers:
+                if not peer.is_sending:
+                    with suppress(OSError):  # its connection's thread notices
+                        peer.send(Beat())
 
     def _drop(self, scheduler: str) -> None:
         """Closes a scheduler's instances; the lock is held."""
@@ -216,11 +239,17 @@ class BlockHost:
                 if not scheduler:
                     peer.send(Settled(message.number))
                 return
+            case RowsVerified():
+                self._speculator.verified(message)
+                return peer.send(Settled(message.number))
         if not scheduler:
             raise ConnectionError(f"{type(message).__name__} comes from schedulers alone")
         match message:
             case Ping():
                 room = self._room()
+                with self._lock:
+                    if (own := self._schedulers.get(scheduler)) is not None:
+                        own.has_asked = True
                 peer.send(Pong(self._queued(scheduler), room.total, room.free))
             case LoadBlock():
                 self._settle(peer, message.number, "", partial(self._load, peer, scheduler, message))
@@ -361,12 +390,27 @@ class BlockHost:
             error = RequestError(f"the worker at {self.address} has no instance {place[1]}")
             return self._fail(message, error)
         arrived = ArrivedRows(message, check_rows(message, tensors, one.block.base.hidden_size))
+        if isinstance(message, PredictedRows):
+            self._speculator.came(message)
+        elif self._speculator.refuted(arrived):
+            return
+        elif message.hops[0].surrogate and len(message.hops) > 1:
+            self._speculator.predict(one.block, arrived)
+        self._queue_arrived(arrived)
+
+    def _queue_arrived(self, arrived: ArrivedRows) -> None:
+        """Queues rows at their instance."""
+        message = arrived.message
+        place = message.scheduler, message.hops[0].instance
         keys = [segment.key for segment in message.segments]
         has_pages = all(segment.context for segment in message.segments)
         with self._lock:
-            one.queue.put(arrived, keys, len(arrived.hidden), has_pages, time.monotonic())
-            one.most = max(one.most, one.queue.rows)
-            self._lock.notify_all()
+            if (one := self._instances.get(place)) is not None:
+                one.queue.put(arrived, keys, len(arrived.hidden), has_pages, time.monotonic())
+                one.most = max(one.most, one.queue.rows)
+                self._lock.notify_all()
+        if one is None:  # it was closed meanwhile
+            self._fail(message, RequestError(f"the worker at {self.address} has no instance {place[1]}"))
 
     def _queue_training(self, message: TrainRows, tensors: Sequence[Tensor]) -> None:
         """Queues training rows. A scheduler has a few under way, so what it sends beyond is refused."""
@@ -402,6 +446,7 @@ class BlockHost:
                 if place[0] == scheduler:
                     one.queue.drop(lambda arrived: arrived.message.number in numbers)
             self._keep_training(lambda own: own.scheduler != scheduler or own.number not in numbers)
+        self._speculator.cancel(scheduler, numbers)
 
     def _is_cancelled(self, scheduler: str, number: int) -> bool:
         with self._lock:
@@ -482,21 +527,34 @@ class BlockHost:
                     if segment.goes_on:
                         one.queue.expect(segment.key, now)
         for arrived, hidden in zip(batch, passed, strict=True):
-            self._go_on(arrived.message, hidden, seconds)
+            if isinstance(arrived.message, PredictedRows):
+                self._speculator.computed(arrived.message, hidden, seconds)
+            else:
+                self._go_on(arrived.message, hidden, seconds)
 
     def _go_on(self, message: PassRows, hidden: Tensor, seconds: float) -> None:
         """Sends rows to their next block, or back."""
         spent = (*message.seconds, seconds)
-        rest = message.hops[1:]
+        rest, verified = message.hops[1:], message.verified
         if not rest:
-            return self._reply(message.scheduler, RowsPassed(message.number, spent), [hidden])
-        self._forward(rest[0].address, structs.replace(message, hops=rest, seconds=spent), [hidden])
+            return self._reply(message.scheduler, RowsPassed(message.number, spent, verified), [hidden])
+        if message.hops[0].surrogate:
+            right = self._speculator.verify(message, hidden, spent)
+            if right:
+                return
+            verified = verified if right is None else (*verified, False)
+        sent = structs.replace(message, hops=rest, seconds=spent, verified=verified)
+        self._forward(rest[0].address, sent, [hidden])
 
     def _forward(self, address: str, message: Sent, tensors: Sequence[Tensor]) -> None:
         if address == self.address:
-            if isinstance(message, PassRows):
-                return self._queue_rows(message, tensors)
-            return self._put_pages(message, tensors)
+            match message:
+                case PassRows():
+                    return self._queue_rows(message, tensors)
+                case RowsVerified():
+                    return self._speculator.verified(message)
+                case _:
+                    return self._put_pages(message, tensors)
         if self._is_cancelled(message.scheduler, message.number):
             return
         with self._lock:
@@ -511,7 +569,7 @@ class BlockHost:
 
     def _fail(
         self,
-        message: PassRows | PutPages | CopyPages | TrainRows,
+        message: PassRows | PutPages | RowsVerified | CopyPages | TrainRows,
         error: CoserveError,
         unreached: str = "",
     ) -> None:

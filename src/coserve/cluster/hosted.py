@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -13,16 +13,26 @@ from coserve.cluster.messages import BlockLoaded, LoadBlock, RowsFailed, RowsPas
 from coserve.cluster.remote import WorkerLink
 from coserve.core.sequence import Span, stage_spans
 
-# A number with its outcome and tensors; None where a worker was lost.
-Outcomes: TypeAlias = (
-    "queue.SimpleQueue[tuple[int, RowsPassed | RowsReturned | RowsFailed | None, list[Tensor]]]"
-)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """The outcome of something under way, and when it came: a message with its tensors, None where a worker
+    was lost."""
+
+    number: int
+    message: RowsPassed | RowsReturned | RowsFailed | None = None
+    tensors: Sequence[Tensor] = ()
+    at: float = field(default_factory=time.monotonic)
+
+
+Outcomes: TypeAlias = "queue.SimpleQueue[Outcome]"
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceRows:
     """Rows of one sequence in a pass: `length` of them after `context` positions, whose keys and values are
-    in `pages`. `embedded` gives the embeddings [count, width] of its tokens from a position on."""
+    in `pages`. `embedded` gives the embeddings [count, width] of its tokens from a position on. `surrogates`
+    are versions that may predict what blocks compute of it, where its request allows approximations."""
 
     key: int
     length: int
@@ -31,11 +41,13 @@ class SequenceRows:
     adapter: str
     goes_on: bool
     embedded: Callable[[int, int], Tensor]
+    surrogates: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class HostedBlock:
-    """An instance on a worker. `filled` has the pages that are clean there, with the tokens in each."""
+    """An instance on a worker. `filled` has the pages that are clean there, with the tokens in each. One that
+    `is_leaving` has a successor on another worker, and no rows go there any more."""
 
     number: int
     block: int
@@ -45,6 +57,7 @@ class HostedBlock:
     rows: int = 0  # on their way there
     used_at: float = field(default_factory=time.monotonic)  # when rows last came from there
     seconds: dict[int, float] = field(default_factory=dict)  # of a pass, by its rows up to a power of two
+    is_leaving: bool = False
 
     @property
     def rate(self) -> float:
@@ -77,13 +90,15 @@ class HostedBlock:
 class BlockSettings:
     """The cut of a base into blocks. `load` asks for an instance with all layers: of the model, and of the
     keys and values beside it. A block has `copies` instances, and a further one where more than `queue` rows
-    wait at one (0: never), until that has had no work for `idle` seconds."""
+    wait at one (0: never), until that has had no work for `idle` seconds. `speculated` is the share of the
+    instances beside which surrogates may predict."""
 
     load: LoadBlock
     blocks: int
     copies: int
     queue: int = 0
     idle: float = 0.0
+    speculated: float = 0.0
 
     @property
     def page_size(self) -> int:

@@ -12,9 +12,10 @@ from torch import Tensor
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.bypass import Bypasses
 from coserve.adapters.loaded import LoadedAdapters
+from coserve.adapters.lora_batch import LoraBatch
 from coserve.adapters.sites import Site
 from coserve.adapters.slot_pools import LoraSlotPools
-from coserve.attention.backend import CommonAttentionMetadata, InferenceRows
+from coserve.attention.backend import CommonAttentionMetadata, InferenceRows, PageCopy
 from coserve.attention.paged import make_batched
 from coserve.cluster.blocks import BlockShards, merged_sites
 from coserve.cluster.messages import LoadBlock, PassRows, RowSegment, TrainRows
@@ -46,12 +47,14 @@ class OpenBlock:
         self.base, self.content, self.span = base, content, span
         self._shards = BlockShards(base.sites, span, base.depth)
         try:
-            self.attention = make_batched(base.caches, asked.pages, asked.page_size, base.dtype, base.device)
+            pages = asked.pages + asked.spare
+            self.attention = make_batched(base.caches, pages, asked.page_size, base.dtype, base.device)
         except RuntimeError as error:  # torch is out of memory
             raise ConfigError(
                 f"keys and values of {asked.pages * asked.page_size} tokens do not fit into the worker's "
                 "memory"
             ) from error
+        self._spare = range(asked.pages, asked.pages + asked.spare)
         self._slots = LoraSlotPools(linears_together(base), asked.sequences, base.device)
         self.loaded = LoadedAdapters(lambda version: self._slots.forget(version.bypasses))
 
@@ -79,7 +82,11 @@ class OpenBlock:
         order = sorted(range(len(found)), key=lambda i: (found[i][2].length > 1, found[i][2].adapter))
         segments = [found[i][2] for i in order]
         hidden = torch.cat([found[i][0][found[i][1]] for i in order]).to(self.base.device, self.base.dtype)
-        passed = torch.split(self._passed(hidden, segments), [segment.length for segment in segments])
+        adapters = self._adapters(segments)
+        for _, own in adapters:
+            self._slots.use(own)
+        whole = self._passed(hidden, segments, adapters, self._slots.batch(adapters))
+        passed = torch.split(whole, [segment.length for segment in segments])
         back = {i: rows for i, rows in zip(order, passed, strict=True)}
         parts, start = list[Tensor](), 0
         for one in arrived:
@@ -87,6 +94,28 @@ class OpenBlock:
             parts.append(torch.cat([back[start + i] for i in range(count)]))
             start += count
         return parts
+
+    @torch.no_grad()
+    def predict(self, arrived: ArrivedRows) -> Tensor:
+        """The output that the surrogate of the first hop predicts for rows, one of each of their sequences.
+        It may be asked while rows pass: keys and values of these rows go to spare pages, behind a copy of the
+        part of a page before them. Raises RequestError, and AdapterNotFound."""
+        message, size = arrived.message, self.attention.page_size
+        if len(message.segments) > len(self._spare) or any(one.length > 1 for one in message.segments):
+            raise RequestError("a surrogate predicts single rows, as many as there are spare pages")
+        segments, copies, surrogate = [], [], message.hops[0].surrogate
+        for one, spare in zip(message.segments, self._spare, strict=False):
+            before = one.context // size
+            self._check(one.pages)
+            if (tokens := one.context % size) and before < len(one.pages):
+                copies.append(PageCopy(one.pages[before], spare, tokens))
+            pages = (*one.pages[:before], spare)
+            segments.append(RowSegment(one.key, 1, one.context, pages, surrogate))
+        self.attention.clean(self._spare[: len(segments)])
+        self.attention.copy(copies)
+        hidden = arrived.hidden.to(self.base.device, self.base.dtype)
+        adapters = self._adapters(segments)
+        return self._passed(hidden, segments, adapters, LoraBatch(adapters))
 
     def train(self, message: TrainRows, tensors: Sequence[Tensor]) -> Iterator[Trained | None]:
         """Takes training rows through layers, one at each step, after which it gives None; at last it gives
@@ -121,16 +150,20 @@ class OpenBlock:
         if pages and max(pages) >= self.attention.padding_page:
             raise RequestError(f"page {max(pages)}, and this instance has {self.attention.padding_page}")
 
-    def _passed(self, hidden: Tensor, segments: Sequence[RowSegment]) -> Tensor:
+    def _passed(
+        self,
+        hidden: Tensor,
+        segments: Sequence[RowSegment],
+        adapters: list[tuple[slice, Bypasses]],
+        lora: LoraBatch,
+    ) -> Tensor:
         base, rows = self.base, len(hidden)
         common = self._common(segments)
-        adapters = self._adapters(segments)
         positions = common.positions
         if missing := base.row_buckets.pad_rows(rows) - rows:
             hidden, positions = F.pad(hidden, (0, 0, 0, missing)), F.pad(positions, (0, missing))
         _, calls = base.prologue(torch.zeros_like(positions), positions)
         part = InferenceRows(self.attention, common, len(hidden))
-        lora = self._slots.batch(adapters)
         fused = FusedRows([part], lora.rest, lora, False, slice(rows, len(hidden)))
         batch = InferenceBatch((), common.query_lens, hidden[None], part, calls, adapters, self.span)
         base.chain.forward([batch], self.span, compose=lambda _: (fused, calls))
@@ -163,9 +196,7 @@ class OpenBlock:
         for key, group in groupby(segments, lambda segment: segment.adapter):
             end = start + sum(segment.length for segment in group)
             if key:
-                own = self.loaded.find(key).bypasses
-                self._slots.use(own)
-                ranges.append((slice(start, end), own))
+                ranges.append((slice(start, end), self.loaded.find(key).bypasses))
             start = end
         return ranges
 

@@ -49,7 +49,7 @@ class Greeting(msgspec.Struct, frozen=True, tag=True):
 
 class LoadBlock(msgspec.Struct, frozen=True, tag=True):
     """Opens the instance `number`: layers [first, last) of a model whose files have the content `files`, with
-    room for keys and values."""
+    room for keys and values, `spare` pages of which are for rows that surrogates compute."""
 
     number: Number
     model: Text
@@ -60,6 +60,7 @@ class LoadBlock(msgspec.Struct, frozen=True, tag=True):
     pages: Count
     page_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
     sequences: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
+    spare: Count = 0
 
 
 class BlockLoaded(msgspec.Struct, frozen=True, tag=True):
@@ -141,29 +142,52 @@ class RowSegment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hop(msgspec.Struct, frozen=True, array_like=True):
-    """An instance that rows pass: its worker's address, its number, and pages to be cleaned before."""
+    """An instance that rows pass: its worker's address, its number, and pages to be cleaned before. The
+    version `surrogate`, where it is named, predicts what the instance's block computes of single rows."""
 
     address: Text
     instance: Number
     clean: tuple[Count, ...] = ()
+    surrogate: Text = ""
 
 
 class PassRows(msgspec.Struct, frozen=True, tag=True):
     """Rows [rows, width] on their way through the rest of their blocks; the last worker sends them back.
-    `seconds` are those in which the blocks before computed."""
+    `seconds` are those in which the blocks before computed, `verified` tells of predictions on the way
+    whether they were right."""
 
     number: Number
     scheduler: Text
     segments: tuple[RowSegment, ...]
     hops: tuple[Hop, ...]
     seconds: tuple[float, ...] = ()
+    verified: tuple[bool, ...] = ()
+
+
+class PredictedRows(PassRows, frozen=True, tag=True):
+    """Rows as a surrogate has predicted them: what the first of the hops computes of them is held until they
+    are verified, or come themselves."""
+
+
+class RowsVerified(msgspec.Struct, frozen=True, tag=True):
+    """Rows that an instance has as a prediction are near enough to what the block before has computed, by
+    their cosine; `seconds` and `verified` are those of the rows themselves."""
+
+    number: Number
+    scheduler: Text
+    instance: Number
+    cosine: float
+    seconds: tuple[float, ...]
+    verified: tuple[bool, ...]
 
 
 class RowsPassed(msgspec.Struct, frozen=True, tag=True):
-    """Rows that have passed their blocks, with the seconds that each computed."""
+    """Rows that have passed their blocks, with the seconds that each computed, and whether predictions on the
+    way were right."""
 
     number: Number
     seconds: tuple[float, ...] = ()
+    verified: tuple[bool, ...] = ()
 
 
 class RowsFailed(msgspec.Struct, frozen=True, tag=True):
@@ -235,6 +259,10 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """A sign of life that is asked for."""
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life that nobody has asked for: what asks may be long under way behind other messages."""
+
+
 class Pong(msgspec.Struct, frozen=True, tag=True):
     """A sign of life, with the most rows that have waited at each instance since the last one, and the bytes
     of the device's memory: all, and those that are free."""
@@ -246,8 +274,9 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 Message = (
     Challenge | Signed | Greeting | LoadBlock | BlockLoaded | TellSites | HoldAdapter | DropVersions
-    | CloseBlock | Settled | ReadFrozen | FrozenRead | PassRows | RowsPassed | RowsFailed | CancelRows
-    | CopyPages | PutPages | TrainRows | RowsReturned | Ping | Pong
+    | CloseBlock | Settled | ReadFrozen | FrozenRead | PassRows | PredictedRows | RowsVerified | RowsPassed
+    | RowsFailed | CancelRows
+    | CopyPages | PutPages | TrainRows | RowsReturned | Ping | Pong | Beat
 )  # fmt: skip
 
 

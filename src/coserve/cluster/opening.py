@@ -9,6 +9,7 @@ from typing import Final
 from transformers import PreTrainedModel
 
 from coserve.cluster.blocks import BlockParameters, files_digest, load_ends, merged_sites
+from coserve.cluster.executor import ClusterExecutor
 from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.front import ClusterFront
 from coserve.cluster.hosted import BlockSettings
@@ -46,8 +47,12 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
         pages=config.pages,
         page_size=config.page_size,
         sequences=config.max_running,
+        spare=int(config.cluster_speculation > 0),
     )
-    settings = BlockSettings(load, blocks, config.cluster_copies, config.cluster_queue, config.cluster_idle)
+    settings = BlockSettings(
+        load, blocks, config.cluster_copies, config.cluster_queue, config.cluster_idle,
+        config.cluster_speculation,
+    )  # fmt: skip
     fleet = ClusterFleet(settings, addresses, key)
     try:
         own = [site for site in base.sites.values() if site.stage not in range(base.depth)]
@@ -61,12 +66,13 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
         base.shards = ClusterShards(base, fleet)
         opened = open_loaded(base, config, ClusterAnswers, read_tokenizer())
         assert isinstance(opened.executor, LocalExecutor)
-        opened.executor.worker.join(ClusterFront(fleet))
+        worker = opened.executor.worker
+        worker.join(ClusterFront(fleet, resumes=config.prefix_sharing))
     except BaseException:
         fleet.close()
         raise
     weakref.finalize(base, fleet.close)
-    return replace(opened, workers=fleet.told)
+    return replace(opened, executor=ClusterExecutor(worker), workers=fleet.told)
 
 
 def addresses_of(setting: str) -> Callable[[], Collection[str]]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coserve.cluster.messages import PassRows, PutPages, Settled
+from coserve.cluster.messages import PassRows, PutPages, RowsVerified, Settled
 from coserve.cluster.peer import Peer, connect, hang_up
 from coserve.errors import CoserveError, Unreachable
 
-Sent = PassRows | PutPages
+Sent = PassRows | PutPages | RowsVerified
 Failed = Callable[[Sent, str, CoserveError], object]  # a message, the address, and why
 
 
@@ -72,9 +72,8 @@ class Outbox:
         try:
             while (found := peer.receive()) is not None:
                 if isinstance(found[0], Settled):
-                    number = found[0].number
                     with self._lock:
-                        self._under_way = [one for one in self._under_way if one.message.number != number]
+                        self._came(found[0].number)
         except OSError as error:
             ended = error
         with self._lock:
@@ -83,6 +82,13 @@ class Outbox:
         hang_up(peer)
         for leaving in lost:
             self._failed(leaving.message, self.address, self._told(ended))
+
+    def _came(self, number: int) -> None:
+        """Notes that the first message of a number has come; the lock is held."""
+        for leaving in self._under_way:
+            if leaving.message.number == number:
+                self._under_way.remove(leaving)
+                return
 
     def _told(self, error: Exception) -> CoserveError:
         if isinstance(error, CoserveError):

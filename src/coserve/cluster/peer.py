@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
@@ -35,6 +36,7 @@ from coserve.wire.frames import FrameReader, send_with_payload, timeout_option
 UNHEARD: Final = 5.0  # seconds after which who says nothing is taken to be away
 _GREETING: Final = 1 << 12  # bytes of a message before the other end has shown that it has the key
 _NONCE: Final = 32
+_PIECE: Final = 1 << 14  # bytes of a tensor after which their sender is heard
 _SILENCE: Final = 20.0  # seconds without a byte within a message after which its connection ends
 _T = TypeVar("_T")
 _DTYPES: Final = {
@@ -58,8 +60,15 @@ class Peer:
         if sock.family != socket.AF_UNIX:  # bytes that nobody acknowledges end the connection
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNHEARD))
         self._socket, self._sending = sock, threading.Lock()
+        self.heard = time.monotonic()  # when bytes came last, also of a message that is long under way
         self._reader = FrameReader(sock, patience=_SILENCE, most=MOST_MESSAGE)
         self._decoder = msgspec.msgpack.Decoder(Envelope)
+
+    @property
+    def is_sending(self) -> bool:
+        """Tells whether a message is being sent, and others wait: over a slow link for long. A link that
+        takes nothing ends by itself."""
+        return self._sending.locked()
 
     def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Sends a message with tensors [rows, width]. Blocks; raises OSError, after which the connection is
@@ -88,6 +97,7 @@ class Peer:
                     raise ConnectionError("the rest of a message has not come") from None
         if data is None:
             return None
+        self.heard = time.monotonic()
         try:
             envelope = self._decoder.decode(data)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -133,7 +143,10 @@ class Peer:
     def _tensor(self, shape: TensorShape) -> Tensor:
         found = torch.empty(shape.rows, shape.width, dtype=_DTYPES[shape.dtype])
         if found.numel():
-            self._reader.read_payload(view_of(found), _SILENCE)
+            whole = view_of(found)
+            for start in range(0, len(whole), _PIECE):
+                self._reader.read_payload(whole[start : start + _PIECE], _SILENCE)
+                self.heard = time.monotonic()
         return found
 
 

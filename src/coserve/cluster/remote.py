@@ -1,5 +1,6 @@
 """A scheduler's end of one worker: its connection, what was asked of it, and whether it is heard."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve.cluster.messages import (
+    Beat,
     BlockLoaded,
     FrozenRead,
     LoadBlock,
@@ -26,6 +28,9 @@ from coserve.cluster.messages import (
 from coserve.cluster.peer import UNHEARD, Peer, connect, hang_up
 from coserve.errors import CoserveError, Unreachable, error_named
 
+_log = logging.getLogger(__name__)
+_SLOW: Final = 2.0  # seconds until an answer after which a link is said to be slow
+_UNANSWERED: Final = 20.0  # seconds after which who does not answer is away, although it is heard
 _LOADING: Final = 600.0  # seconds in which a block is loaded, or an adapter read
 Outcome = Callable[[int, RowsPassed | RowsReturned | RowsFailed, list[Tensor]], object]
 
@@ -48,7 +53,8 @@ class WorkerLink:
         self.memory = self.free = 0  # bytes of its device
         self._passed, self._lost = passed, lost
         self._peer: Peer = connect(address, key, scheduler)
-        self._heard, self._pinged = time.monotonic(), 0.0
+        self._pinged = self._answered = 0.0
+        self._is_slow = False
         self._lock = threading.Lock()
         self._asked: dict[tuple[Any, ...], Future[Any]] = {}
         self._loaded: dict[int, BlockLoaded] = {}
@@ -76,11 +82,15 @@ class WorkerLink:
         return found
 
     def check(self) -> None:
-        """Asks for a sign of life, and ends the connection of a worker that has not answered for too long. It
-        counts from the question: whoever asks may be late itself."""
+        """Asks for a sign of life, and ends the connection of a worker from which nothing has come for too
+        long, or no answer for longer. It counts from the question: whoever asks may be late itself. Nothing
+        is asked behind a message that is being sent."""
         now = time.monotonic()
-        if self._pinged > self._heard:
-            return self.close() if now - self._pinged > UNHEARD else None
+        if self._peer.is_sending:
+            return
+        if self._answered < self._pinged:
+            silent, unanswered = now - max(self._peer.heard, self._pinged), now - self._pinged
+            return self.close() if silent > UNHEARD or unanswered > _UNANSWERED else None
         self._pinged = now
         try:
             self.send(Ping())
@@ -106,7 +116,6 @@ class WorkerLink:
     def _listen(self) -> None:
         try:
             while (found := self._peer.receive()) is not None:
-                self._heard = time.monotonic()
                 self._take(*found)
         except OSError:
             pass
@@ -122,6 +131,9 @@ class WorkerLink:
         match message:
             case Pong():
                 self.queued, self.memory, self.free = message.queued, message.memory, message.free
+                self._answer_came()
+            case Beat():
+                pass  # it was heard
             case BlockLoaded():
                 self._loaded[message.number] = message
             case Settled():
@@ -133,6 +145,16 @@ class WorkerLink:
                 self._passed(message.number, message, tensors)
             case _:
                 raise ConnectionError(f"{type(message).__name__} comes from no worker")
+
+    def _answer_came(self) -> None:
+        """Notes that a question was answered, and says once that the link is slow."""
+        self._answered = time.monotonic()
+        if (seconds := self._answered - self._pinged) > _SLOW and not self._is_slow:
+            self._is_slow = True
+            _log.warning(
+                "the link to the worker at %s is slow: its sign of life took %.1f s behind other messages",
+                self.address, seconds,
+            )  # fmt: skip
 
     def _settle(self, key: tuple[Any, ...], fault: tuple[str, str] | None, result: Callable[[], Any]) -> None:
         with self._lock:

@@ -185,15 +185,15 @@ class ClusterTraining(TrainingPasses):
         for trip in trips:
             start(trip)
         while going:
-            number, message, tensors = outcome.get()
-            trip, one = going.pop(number)
+            found = outcome.get()
+            message, (trip, one) = found.message, going.pop(found.number)
             self._rows[one.number] -= trip.rows
             if message is None or isinstance(message, RowsFailed):
-                trip.error = self.fleet.failed(number, message, [one])
+                trip.error = self.fleet.failed(found.number, message, [one])
                 trip.attempts += 1
             else:
                 try:
-                    trip.take(trip.pieces[0], message, tensors)
+                    trip.take(trip.pieces[0], message, found.tensors)
                     trip.pieces.pop(0)
                 except (ValueError, KeyError, RuntimeError, IndexError) as error:
                     trip.error = InternalError(

@@ -151,7 +151,7 @@ def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> Sc
             kept_states=spec.state_slots,
             state_rows=STATE_ROWS if base.mixers else None,
             row_buckets=base.row_buckets,
-            overlap=Overlap(spec.plans, spec.plan_rate),
+            overlap=Overlap(spec.plans, spec.plan_rate, spec.trains_apart),
             speculation=None if base.mixers else config.speculation,
             **scheduler,
         )

@@ -38,8 +38,8 @@ class ExecutorSpec:
     `offload_refusal` says why there are none. `elsewhere` are paths of linears that base executors compute.
     `graphs` tells whether answers that share no pass with windows are replayed as graphs. `state_slots` are
     those for states of recurrent layers that prompts begin with. It runs `plans` at
-    once, as a pipeline of so many stages does, and `plan_rate` of them begin in the seconds that one takes
-    (`schedule.overlap.Overlap`)."""
+    once, as a pipeline of so many stages does, and `plan_rate` of them begin in the seconds that one takes;
+    where it `trains_apart`, training of two plans never runs at once (`schedule.overlap.Overlap`)."""
 
     sequences: int
     eos_ids: tuple[int, ...]
@@ -60,6 +60,7 @@ class ExecutorSpec:
     state_slots: int = 0
     plans: int = 1
     plan_rate: float = 1.0
+    trains_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

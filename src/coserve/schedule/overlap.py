@@ -11,11 +11,13 @@ class Overlap:
 
     The answers are shared out over the plans at once, as a row waits for the token before it until that has
     passed all stages. Training windows that pass some layers have one stage at work while the others wait. So
-    they pass all layers in one plan, and are cut in rows.
+    they pass all layers in one plan, and are cut in rows, unless the executor `trains_apart`: then training
+    of two plans never runs at once.
     """
 
     plans: int = 1
     rate: float = 1.0
+    trains_apart: bool = False
 
     @property
     def is_possible(self) -> bool:
@@ -37,7 +39,7 @@ class Overlap:
     @property
     def cuts_layers(self) -> bool:
         """Tells whether a training window may pass some of the layers in one plan and the rest later."""
-        return self.plans == 1
+        return self.plans == 1 or self.trains_apart
 
     def own_host(self, seconds: float, known: float) -> float:
         """The host's part of `seconds` beside a plan, which usually is `known`: all of them, or no more than

@@ -84,6 +84,9 @@ class SequenceTable:
             answers[one.key].decodes(one.start) and not (one.offloaded or one.drafts) for one in segments
         ]
 
+    def __contains__(self, key: int) -> bool:
+        return key in self._answers
+
     def extend(self, segments: Iterable[InferenceSegment]) -> dict[int, CoserveError]:
         """Adds rows for the sequences that a plan names first, and appends its new pages to their block
         tables: once, however often the plan's rows are run again for lack of memory. Returns, by key, the

@@ -207,6 +207,7 @@ class Worker:
             timer, read = DeviceTimer(self.base.device), self._read
             if not (is_again := self._has_begun):
                 self._begin(plan)
+                self._has_begun = True
             with self._threads_for(plan):
                 sampled, trained, is_paused, stream_seconds = self._streams.run(plan, is_again)
             # Training that is under way beside answers is not stopped, or has not told of it.
@@ -286,6 +287,14 @@ class Worker:
 
     def _begin(self, plan: BasePlan) -> None:
         """Takes up what a plan names for the first time."""
+        self._begin_rows(plan)
+        for micro_batch in plan.micro_batches:
+            if micro_batch.job not in self._short:
+                with self._short.of(micro_batch.job):
+                    self.sessions[micro_batch.job].begin(micro_batch)
+
+    def _begin_rows(self, plan: BasePlan) -> None:
+        """Takes up the sequences that a plan names, and frees what has ended."""
         self._unfilled = {}
         for prefix in plan.prefixes:  # sequences that begin copy their rest of a page
             what = f"filling pages with the virtual tokens of adapter {prefix.adapter}"
@@ -297,10 +306,6 @@ class Worker:
         for adapter in (*used, *fresh):
             if adapter and adapter in self.loaded:  # else it was dropped after its sequences had ended
                 self.slot_pools.use(self.loaded.find(adapter).bypasses)
-        for micro_batch in plan.micro_batches:
-            if micro_batch.job not in self._short:
-                with self._short.of(micro_batch.job):
-                    self.sessions[micro_batch.job].begin(micro_batch)
         for key, error in self.table.extend(plan.inference).items():
             self.fused.sampler.fail(key, error)
         self.table.begin_states(plan.states)
@@ -308,7 +313,6 @@ class Worker:
             for segment in plan.inference:
                 if segment.offloaded and segment.new_pages:
                     self._offloaded.begin(segment.key, len(segment.new_pages))
-        self._has_begun = True
 
     def pause_training(self) -> None:
         """See `Executor`."""

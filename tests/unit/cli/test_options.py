@@ -18,6 +18,7 @@ OTHERS = {
     "device": "cuda:1", "dtype": "float32", "quantize": "8bit", "memory": "1GiB", "base_memory": "1GiB",
     "host_memory": "1GiB", "adapter_memory": "64MiB", "swap_space": "0", "cache_dtype": "int8",
     "policy": "adaptive", "cluster": "tcp:h:1", "speculative_config": '{"num_speculative_tokens": 3}',
+    "cluster_speculation": "7e-1",
     "ssl_certfile": "/c", "ssl_keyfile": "/k", "webhook_secret_file": "/w",
     "log_level": "debug", "host": "::1", "name": "n", "state": "/s", "adapter_root": "/a",
     "artifacts": "s3://b/p", "tool_format": "hermes", "generation_config": "auto", "pooling_type": "last",

@@ -11,8 +11,20 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 
+from coserve.cluster.coordination import (
+    PagesCopy,
+    PausedPages,
+    proactive_moves,
+    redundant_copies,
+)
 from coserve.cluster.dispatch import SCHEDULER, Dispatch, DispatchEstimate, DispatchRule, DispatchSettings
 from coserve.cluster.meeting import Meeting, MovingPages, PageMove
+from coserve.cluster.placement import (
+    PlacementSettings,
+    PlacementTask,
+    moves_between,
+    place_by_locality,
+)
 from coserve.cluster.records import (
     BlockInstance,
     ChainRequest,
@@ -23,19 +35,7 @@ from coserve.cluster.records import (
     ComputeProfile,
 )
 from coserve.cluster.scaling import AddInstance, ScalingSettings, scale
-from coserve_benchmarks.simulation.clustered.coordination import (
-    PagesCopy,
-    PausedPages,
-    proactive_moves,
-    redundant_copies,
-)
-from coserve_benchmarks.simulation.clustered.placement import (
-    PlacementSettings,
-    PlacementTask,
-    moves_between,
-    place_by_locality,
-)
-from coserve_benchmarks.simulation.clustered.speculation import RowsAhead, SpeculationStep, speculated_places
+from coserve.cluster.speculation import RowsAhead, SpeculationStep, speculated_places
 
 PAGE, TOKEN_NBYTES, BLOCK_NBYTES = 4, 2, 100
 PROFILE = ComputeProfile(((1, 0.01), (8, 0.02)))

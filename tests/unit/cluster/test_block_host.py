@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from clusters import KEY, hosts
-from coserve.cluster.blocks import files_digest
-from coserve.cluster.instance import OpenBlock
+from coserve.adapters.files import read_adapter
+from coserve.cluster.blocks import files_digest, load_block
+from coserve.cluster.instance import ArrivedRows, OpenBlock
 from coserve.cluster.messages import (
+    Beat,
     CancelRows,
     CopyPages,
     Hop,
@@ -24,10 +26,17 @@ from coserve.cluster.messages import (
     RowsPassed,
     TrainRows,
 )
-from coserve.cluster.peer import connect
-from models import save, tiny
+from coserve.cluster.peer import Peer, connect
+from models import save, tiny, with_lora
 
 pytestmark = pytest.mark.local
+
+
+def told(peer: Peer) -> Any:
+    """The next message that is no sign of life."""
+    while (found := peer.receive()) is not None and isinstance(found[0], Beat):
+        pass
+    return found
 
 
 def test_training_is_below_answers_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,13 +99,43 @@ def test_pages_move_while_a_pass_is_computed(tmp_path: Path, monkeypatch: pytest
         peers[1].send(PassRows(1, "s", (RowSegment(1, 1, 0, (0,)),), (to,)), [hidden])
         peers[1].send(CancelRows((2,)))
         peers[1].send(Ping())
-        assert isinstance((peers[1].receive() or ((),))[0], Pong), "it was cancelled before the page comes"
+        assert isinstance((told(peers[1]) or ((),))[0], Pong), "it was cancelled before the page comes"
         for number, page in ((2, 1), (3, 2)):
             peers[0].send(CopyPages(number, "s", 0, (page,), to))
-        moved, computed = peers[1].receive(), (goes_on.set(), peers[1].receive())[1]
+        moved, computed = told(peers[1]), (goes_on.set(), told(peers[1]))[1]
         assert moved is not None and isinstance(moved[0], RowsPassed) and moved[0].number == 3
         assert computed is not None and isinstance(computed[0], RowsPassed) and computed[0].number == 1
         assert torch.equal(other.read_pages((2,))[0], data[1]), "a page that came meanwhile"
         assert not other.read_pages((1,)).any(), "a page whose move was cancelled"
         for peer in peers:
             peer.close()
+
+
+def test_a_surrogate_predicts_without_a_trace(tmp_path: Path) -> None:
+    """What it computes is what a pass with this version would, and no page that passes read changes."""
+    model = tiny("llama", torch.float32, num_hidden_layers=2)
+    folder, adapter = save(model, tmp_path / "model"), tmp_path / "half"
+    with_lora(model, seed=1).save_pretrained(str(adapter))
+    base, content = load_block(folder, range(2), torch.float32, "cpu")
+    asked = LoadBlock(1, str(folder), "", 0, 2, "float32", 4, 8, 4, spare=1)
+    blocks = [OpenBlock(base, content, asked) for _ in range(2)]
+    for block in blocks:
+        block.loaded.add(read_adapter(adapter, "half", base.frame, torch.float32, base.device))
+    hidden = torch.randn(11, base.hidden_size)
+    place = Hop("a", 1, (2, 0), "half@0"), Hop("b", 1)
+    for context in (0, 10):  # in the second page, behind two of its rows
+        for block in blocks:
+            rows = RowSegment(1, 1 if context else 10, context, (2, 0))
+            given = hidden[context : context + rows.length]
+            arrived = ArrivedRows(PassRows(context, "s", (rows,), place), given)
+            before = block.read_pages([0, 2])
+            if not context:
+                block.run([arrived])
+            elif block is blocks[0]:
+                predicted = block.predict(arrived)
+                assert torch.equal(block.read_pages([0, 2]), before)
+            else:
+                own = RowSegment(1, 1, context, (2, 0), "half@0")
+                message = PassRows(context, "s", (own,), (Hop("a", 1),))
+                (wanted,) = block.run([ArrivedRows(message, arrived.hidden)])
+    torch.testing.assert_close(predicted, wanted, rtol=0, atol=1e-5)

@@ -6,9 +6,7 @@ from itertools import product
 import pytest
 from test_cluster_dispatch import PROFILE
 
-from coserve.cluster.records import ClusterBlock, ClusterWorker
-from coserve.errors import ConfigError
-from coserve_benchmarks.simulation.clustered.placement import (
+from coserve.cluster.placement import (
     DependenceCounter,
     PlacementSettings,
     PlacementTask,
@@ -16,6 +14,8 @@ from coserve_benchmarks.simulation.clustered.placement import (
     place_by_fragmentation,
     place_by_locality,
 )
+from coserve.cluster.records import ClusterBlock, ClusterWorker
+from coserve.errors import ConfigError
 
 
 def task(draw: random.Random, blocks: int = 5, workers: int = 3) -> PlacementTask:

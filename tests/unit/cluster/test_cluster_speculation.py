@@ -5,14 +5,14 @@ from itertools import pairwise, product
 
 import pytest
 
-from coserve.errors import ConfigError
-from coserve_benchmarks.simulation.clustered.speculation import (
+from coserve.cluster.speculation import (
     RowsAhead,
     SpeculationStep,
     bottlenecks,
     similarity,
     speculated_places,
 )
+from coserve.errors import ConfigError
 
 
 def test_the_slowest_instances_are_bottlenecks() -> None:

@@ -2,15 +2,15 @@
 
 from test_cluster_dispatch import at, view
 
-from coserve.cluster.dispatch import Dispatch
-from coserve.cluster.records import ChainRequest
-from coserve_benchmarks.simulation.clustered.coordination import (
+from coserve.cluster.coordination import (
     PagesCopy,
     PausedPages,
     migration_order,
     proactive_moves,
     redundant_copies,
 )
+from coserve.cluster.dispatch import Dispatch
+from coserve.cluster.records import ChainRequest
 
 
 def paused(key: int, shared: int, at_: float, tokens: int = 32) -> PausedPages:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+from coserve.cluster.coordination import PagesCopy, redundant_copies
 from coserve.cluster.dispatch import SCHEDULER, WAYS, Dispatch, DispatchEstimate
 from coserve.cluster.meeting import Meeting, PageMove
+from coserve.cluster.placement import DependenceCounter
 from coserve.cluster.records import BlockInstance, ChainRequest, ClusterLink, ClusterView, ClusterWorker
 from coserve.cluster.scaling import AddInstance, scale
 from coserve.errors import ConfigError
-from coserve_benchmarks.simulation.clustered.coordination import PagesCopy, redundant_copies
 from coserve_benchmarks.simulation.clustered.device import SimulatedInstance, VirtualEvents, WaitingRows, Wire
-from coserve_benchmarks.simulation.clustered.placement import DependenceCounter
 from coserve_benchmarks.simulation.clustered.setting import (
     ClusterAsk,
     ClusterOutcome,

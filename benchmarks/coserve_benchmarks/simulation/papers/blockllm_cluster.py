@@ -15,18 +15,18 @@ from typing import Final
 
 from coserve.cluster.dispatch import DispatchRule, DispatchSettings
 from coserve.cluster.meeting import Meeting, MovingPages, PageMove, plan_move
+from coserve.cluster.placement import (
+    PlacementSettings,
+    PlacementTask,
+    place_by_fragmentation,
+    place_by_locality,
+)
 from coserve.cluster.records import ClusterBlock, ClusterLink, ClusterWorker
 from coserve.cluster.scaling import ScalingSettings
 from coserve.simulate.hardware import MeasuredTable, Roofline, hardware_named
 from coserve.simulate.intervals import mean_interval, percentile
 from coserve.workload.arrivals import poisson_times
 from coserve.workload.shapes import ModelShape, shape_named
-from coserve_benchmarks.simulation.clustered.placement import (
-    PlacementSettings,
-    PlacementTask,
-    place_by_fragmentation,
-    place_by_locality,
-)
 from coserve_benchmarks.simulation.clustered.setting import (
     ClusterAsk,
     ClusterOutcome,

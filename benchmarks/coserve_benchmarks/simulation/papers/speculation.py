@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, count, pairwise
 from typing import Final
 
+from coserve.cluster.speculation import RowsAhead, SpeculationStep
 from coserve.core.plan import BasePlan, InferenceSegment
 from coserve.core.sequence import Span
 from coserve.simulate.counting import PlanCounter
@@ -21,7 +22,6 @@ from coserve.simulate.hardware import Roofline
 from coserve.simulate.intervals import percentile
 from coserve.workload.arrivals import poisson_times
 from coserve.workload.shapes import ModelShape
-from coserve_benchmarks.simulation.clustered.speculation import RowsAhead, SpeculationStep
 from coserve_benchmarks.simulation.papers.statement import FigureTable, Say, Statement, size
 
 BLOCKS: Final = (3, 3, 3, 8, 4, 4, 4, 3)  # layers of LLaMA-7B
