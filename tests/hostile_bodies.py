@@ -128,6 +128,7 @@ def grader(draw: random.Random, length: int) -> dict[str, Any]:
     flat: dict[str, Any] = draw.choice([
         {"type": "string_check", "operation": "eq", "input": words, "reference": words},
         {"type": "text_similarity", "evaluation_metric": "fuzzy_match", "input": words, "reference": text},
+        {"type": "text_similarity", "evaluation_metric": "cosine", "input": words, "reference": "{{item.x}}"},
         {"type": "regex", "pattern": words},
         {"type": "json_schema", "schema": {"enum": [words] * 50}},
         {"type": "score_model", "range": draw.choice([[0, 1], [1e9, -1], [0, 1e-300], "x"]), **asks},
@@ -207,7 +208,26 @@ def _batch(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     ])  # fmt: skip
 
 
+def _beside(draw: random.Random, nbytes: int) -> tuple[str, Any]:
+    """For routes beside those that answer: of things that are not there, and of jobs."""
+    _, asked = _items(draw, nbytes)
+    names, many = ["x" * draw.choice([1, 900])] * (nbytes // 900), {f"{n}": "x" for n in range(nbytes // 12)}
+    entries = [{"item": {"x": "a"}, "sample": {"output_text": "b" * 90}}] * draw.choice([1000, nbytes // 150])
+    source = {"type": "jsonl", "source": {"type": "file_content", "content": entries}}
+    graded = {"type": "reinforcement", "reinforcement": {"grader": grader(draw, nbytes)}}
+    return draw.choice([
+        (f"{RESPONSES}/compact", asked), (f"{RESPONSES}/input_tokens", asked),
+        (f"{CONVERSATIONS}/conv_x/items", asked), (f"{CONVERSATIONS}/conv_x", {"metadata": many}),
+        (f"{CHAT}/chatcmpl-x", {"metadata": many}),
+        (f"{EVALS}/eval_x/runs", {"data_source": source}), (f"{EVALS}/eval_x", {"metadata": many}),
+        ("/v1/fine_tuning/checkpoints/ft:x/permissions", {"project_ids": names}),
+        (JOB, {"model": "tiny", "training_file": "file-x", "method": graded}),
+        (JOB, {"model": "tiny", "training_file": "file-x", "integrations": [many] * 3, "metadata": many}),
+        ("/v1/fine_tuning/validate", {"model": "tiny", "training_file": "file-x", "method": graded}),
+    ])  # fmt: skip
+
+
 KINDS: list[Callable[[random.Random, int], tuple[str, Any]]] = [
     _parts, _messages, _items, _long, _prompts, _ids, _unknown, _keys, _nested, _schema, _cut, _inputs,
-    _forms, _batch, _graders, _evals,
+    _forms, _batch, _graders, _evals, _beside,
 ]  # fmt: skip

@@ -74,13 +74,13 @@ class Trainer:
     async def start(self, job: str, step: int = 0, steps: int = 10, dropped: int = 0) -> None:
         await self.tell(JobStarted(job, step, steps, 30, 600, 0, dropped, 1, 3, 2e-4))
 
-    async def step(self, job: str, step: int, loss: float = 0.5, tokens: int = 60) -> None:
-        await self.tell(JobStep(job, step, loss, 40, tokens, 1.0, 2e-4, 2.0))
+    async def step(self, job: str, step: int, loss: float = 0.5, tokens: int = 60, **figures: float) -> None:
+        await self.tell(JobStep(job, step, loss, 40, tokens, 1.0, 2e-4, 2.0, metrics=figures))
 
-    async def checkpoint(self, job: str, step: int) -> Path:
+    async def checkpoint(self, job: str, step: int, **figures: float) -> Path:
         spec = next(spec for spec in started(self.world) if spec.job == job)
         path = checkpoint_folder(Path(spec.folder), step, spec.attempt)
-        await self.tell(JobCheckpoint(job, step, str(path), "digest", 0.5, 0.6))
+        await self.tell(JobCheckpoint(job, step, str(path), "digest", 0.5, 0.6, figures))
         return path
 
     async def end(self, job: str, status: str, step: int = 0, fault: Fault | None = None) -> None:

@@ -33,7 +33,7 @@ def test_a_job_from_its_creation_to_its_adapter(play: Play) -> None:
 
         await trainer.start(job.id, steps=3, dropped=1)
         before = time.time()
-        await trainer.step(job.id, 1, loss=2.0)
+        await trainer.step(job.id, 1, loss=2.0, mean_token_accuracy=0.25)
         after = time.time()
         running = await jobs.retrieve(job.id)
         assert running.trained_tokens == 60 and running.estimated_finish is not None
@@ -43,11 +43,19 @@ def test_a_job_from_its_creation_to_its_adapter(play: Play) -> None:
         assert (await jobs.retrieve(job.id)).slowdown == 1.25
         assert int(before) + 4 <= running.estimated_finish <= after + 4  # two more steps of 2 seconds
 
-        await trainer.checkpoint(job.id, 1)
+        await trainer.checkpoint(job.id, 1, mean_token_accuracy=0.125)
         (checkpoint,) = (await jobs.checkpoints.list(job.id)).data
         assert checkpoint.id.startswith("ftckpt-") and checkpoint.step_number == 1
         assert checkpoint.fine_tuning_job_id == job.id
-        assert checkpoint.metrics.train_loss == 0.5 and checkpoint.metrics.valid_loss == 0.6
+        assert checkpoint.metrics.to_dict() == {
+            "step": 1, "train_loss": 0.5, "train_mean_token_accuracy": 0.25, "valid_loss": 0.6,
+            "valid_mean_token_accuracy": 0.125, "full_valid_loss": 0.6,
+            "full_valid_mean_token_accuracy": 0.125,
+        }  # fmt: skip
+        figures: Any = next(
+            one.data for one in (await jobs.list_events(job.id)).data if one.type == "metrics"
+        )
+        assert (figures["train_mean_token_accuracy"], figures["valid_mean_token_accuracy"]) == (0.25, 0.125)
         name = checkpoint.fine_tuned_model_checkpoint
         assert name.startswith("ft:tiny:local:mine:") and name.endswith(":ckpt-step-1")
         world.say("yes")
@@ -75,11 +83,14 @@ def test_a_job_from_its_creation_to_its_adapter(play: Play) -> None:
         file = await client.files.retrieve(results)
         assert file.purpose == "fine-tune-results" and file.filename.endswith(".csv")
         text = (await client.files.content(results)).text
-        assert text.splitlines()[0].startswith("step,train_loss,valid_loss")
-        assert [line.split(",")[:3] for line in text.splitlines()[1:]] == [
-            ["1", "2.0", "0.6"],
-            ["2", "0.5", ""],
-            ["3", "0.3333333333333333", "0.6"],
+        columns, *rows = [line.split(",") for line in text.splitlines()]
+        assert columns[:5] == [
+            "step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy"
+        ]  # fmt: skip
+        assert [row[:5] for row in rows] == [
+            ["1", "2.0", "0.25", "0.6", "0.125"],
+            ["2", "0.5", "", "", ""],
+            ["3", "0.3333333333333333", "", "0.6", ""],
         ]
         assert file.bytes == len(text)
 
@@ -347,8 +358,8 @@ def test_rewards_of_a_validation_are_shown_and_remembered(play: Play) -> None:
         ),
         ({"method": reinforcement(type="python", source="x")}, "no grader 'python': it would run a tenant's"),
         (
-            {"method": reinforcement(type="text_similarity", reference="a", evaluation_metric="cosine")},
-            "cosine",
+            {"method": reinforcement(type="text_similarity", reference="a", evaluation_metric="meteor")},
+            "meteor",
         ),
         (
             {"method": reinforcement(type="multi", graders={}, calculate_output="1")},

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conformance import open_responses
+from conformance import open_responses, tool_cases
 from conformance.objects import MODEL, Objects
 from conformance.table import (
     ENVIRONMENT,
@@ -27,6 +27,8 @@ from conformance.table import (
     written,
 )
 
+from coserve import tiny
+from coserve.adapters.merge import merge_adapter
 from whole_server import Server
 
 # With the head: a third of its rows, those of braces among them, were never trained and are one vector, with
@@ -77,6 +79,39 @@ def test_open_responses_cases_pass(tmp_path: Path, server: Server) -> None:
         write({**read(), "open-responses": told})
     failed = [name for names in share.failed.values() for name in names]
     assert share.tests == 7 and failed == ["image-input"], json.dumps(told, indent=1)
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("program", tool_cases.SUITES)
+def test_programs_own_cases_of_tool_calls_pass(program: str, tmp_path: Path, server: Server) -> None:
+    """Of a model that was taught what they ask: the adapter is merged into its base, and that is served. The
+    head is the embedding, too, and stays as it is."""
+    suite = tool_cases.SUITES[program]
+    if not (ENVIRONMENT / "bin" / "python").exists() or (source := tool_cases.folder_of(suite)) is None:
+        pytest.skip("make clients fetches the sources")
+    asked, data = tmp_path / "asked.jsonl", tmp_path / "cases.jsonl"
+    tool_cases.run(server.url, suite, source, asked)
+    taught = [json.dumps(one) for one in tool_cases.records(asked.read_text().splitlines())]
+    data.write_text("".join(f"{line}\n" for line in taught * 20))
+    objects = Objects(server.url)
+    body = {
+        "model": MODEL, "training_file": objects.file(data.read_bytes()), "seed": 1,
+        "hyperparameters": {"n_epochs": 4, "batch_size": 8},
+        "peft": {"r": 16, "target_modules": TAUGHT[:-1]}, "optimizer": {"learning_rate": 3e-3},
+    }  # fmt: skip
+    adapter = objects.downloaded(objects.trained(body), tmp_path / "adapter")
+    merge_adapter(tiny.path(), adapter, tmp_path / "merged")
+    (tmp_path / "merged" / "generation_config.json").write_text('{"top_k": 1}')
+    knowing = Server(tmp_path / "knowing", str(tmp_path / "merged"), "--generation-config", "auto")
+    try:
+        shares = tool_cases.run(knowing.url, suite, source)
+    finally:
+        knowing.end()
+    told = {"version": tool_cases.version_of(suite, source), **as_json(shares)}
+    if os.environ.get("CONFORMANCE_WRITE"):
+        write({**read(), program: told})
+    assert all(share.tests for share in shares.values())
+    assert share_of(shares.values()) >= FLOORS[program], json.dumps(told, indent=1)
 
 
 def test_the_page_has_the_table() -> None:

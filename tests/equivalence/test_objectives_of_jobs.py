@@ -331,12 +331,14 @@ def distilled_steps(
     """Loss and figures of each step; `teacher` gives the logits of all rows of a sequence."""
     told, heat = [], objective.temperature
     for indices in epochs(len(examples), config.batch_size, config.epochs, config.seed):
-        total, mass, count = torch.zeros((), dtype=torch.float64), 0.0, 0
+        total, mass, count, hits = torch.zeros((), dtype=torch.float64), 0.0, 0, 0
         for i in indices:
             rows = [row for row, label in enumerate(examples[i].labels) if label >= 0]
             with torch.no_grad():
                 taught = teacher(examples[i].tokens)[rows]
             own = plain.model(input_ids=torch.tensor([examples[i].tokens]), use_cache=False).logits[0][rows]
+            labels = torch.tensor(examples[i].labels)[rows]
+            hits += int((own.argmax(-1) == labels).sum())
             for theirs, ours in zip(taught, own, strict=True):
                 likely = theirs.argsort(descending=True)[: objective.top_k]
                 wanted, found = (theirs[likely] / heat).softmax(0), (ours / heat).softmax(0)[likely]
@@ -344,7 +346,14 @@ def distilled_steps(
                 mass, count = mass + float(theirs.softmax(0)[likely].sum()), count + 1
         loss = total / count
         plain.descend(loss)
-        told.append({"loss": float(loss.detach()), "teacher/top_k_mass": mass / count})
+        accuracy = hits / count
+        told.append(
+            {
+                "loss": float(loss.detach()),
+                "teacher/top_k_mass": mass / count,
+                "mean_token_accuracy": accuracy,
+            }
+        )
     return told
 
 

@@ -20,6 +20,7 @@ from coserve.adapters.methods.ln_tuning import LNTuningConfig
 from coserve.adapters.methods.p_tuning import PTuningConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
+from coserve.core.training import ACCURACY
 from coserve.engine.completion import Completion
 from coserve.executors.remote import RemoteExecutor
 from forked_executors import fork_executors
@@ -128,6 +129,7 @@ def test_stages_compute_what_one_process_does(
         assert before.grad_norm > 0 and before.labels == after.labels
         assert after.loss == pytest.approx(before.loss, rel=tolerance, abs=0)
         assert after.grad_norm == pytest.approx(before.grad_norm, rel=tolerance, abs=0)
+        assert after.metrics == before.metrics and before.metrics.keys() == {ACCURACY}
     with engine_of(folder, *alone) as engine:
         saved = engine.adapters.load("saved", tmp_path / f"mine-{grid[0]}").parameters()
     assert adapters[alone].keys() == adapters[grid].keys()

@@ -21,6 +21,7 @@ from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.settings import settings_of
 from coserve.core.job_status import JobStatus
+from coserve.core.training import ACCURACY
 from coserve.engine.completion import Completion
 from coserve.engine.finetuning import FineTuning
 from coserve.errors import ConfigError, UnsupportedModel
@@ -145,6 +146,7 @@ def test_ranks_compute_what_one_does(
             assert before.grad_norm > 0 and before.labels == after.labels
             assert after.loss == pytest.approx(before.loss, rel=tolerance, abs=0), job
             assert after.grad_norm == pytest.approx(before.grad_norm, rel=tolerance, abs=0), job
+            assert after.metrics == before.metrics and before.metrics.keys() == {ACCURACY}
         assert adapters[1][job].keys() == adapters[ranks][job].keys()  # a file has no encoders
         for path, weight in adapters[1][job].items():
             for other in (adapters[ranks][job][path], saved[job].get(path, weight)):

@@ -45,6 +45,19 @@ def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str
     model_folder, out = Path(model_folder), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise AdapterError(f"{out} exists already and is not empty: nothing is merged over it")
+    model = merged_model(model_folder, adapter_folder)
+    model.save_pretrained(out)
+    for file in out.glob("*.safetensors"):  # the library lets nobody else read what it writes
+        file.chmod((out / "config.json").stat().st_mode & 0o777)
+    for pattern in _COPIED:
+        for file in model_folder.glob(pattern):
+            shutil.copyfile(file, out / file.name)
+    return out
+
+
+def merged_model(model_folder: Path, adapter_folder: str | Path) -> PreTrainedModel:
+    """The model in `model_folder` with the adapter in `adapter_folder` in its weights, in memory. Raises what
+    `merge_adapter` does."""
     model = load_whole(model_folder)
     beside_text = keep_text(model)
     whole = WholeModel(model)
@@ -58,13 +71,7 @@ def merge_adapter(model_folder: str | Path, adapter_folder: str | Path, out: str
     for path, dense in merged.items():
         whole.frozen.replace(path, dense)
     put_back(model, beside_text)
-    model.save_pretrained(out)
-    for file in out.glob("*.safetensors"):  # the library lets nobody else read what it writes
-        file.chmod((out / "config.json").stat().st_mode & 0o777)
-    for pattern in _COPIED:
-        for file in model_folder.glob(pattern):
-            shutil.copyfile(file, out / file.name)
-    return out
+    return model
 
 
 class WholeModel:

@@ -203,13 +203,31 @@ _add_pin(
 @unfolded
 def merge(
     adapter: LocalAdapter,
-    to: Annotated[Path, typer.Argument(help="Folder for the model; it must not exist, or be empty.")],
+    to: Annotated[
+        Path,
+        typer.Argument(help="Folder for the model, which must not exist or be empty; or a new .gguf file."),
+    ],
     server: ServerOptions,
     model: BaseModel = None,
+    outtype: Annotated[
+        str,
+        typer.Option(help="Type of a .gguf file's matrices: auto (the model's own), f32, f16, bf16, q8_0."),
+    ] = "auto",
+    weights_only: Annotated[bool, typer.Option(help="Write a .gguf file without the tokenizer.")] = False,
 ) -> None:
-    """Adds an adapter to its base's weights and writes a model of its own. Needs no server for a folder."""
-    _check_empty(to)
+    """Adds an adapter to its base's weights and writes a model of its own: a folder, or a GGUF file for
+    llama.cpp. Needs no server for a folder."""
+    if to.suffix.lower() != ".gguf":
+        if weights_only or outtype != "auto":
+            raise ConfigError("--outtype and --weights-only are for .gguf files")
+        _check_empty(to)
     with _local_folder(server, adapter) as folder:
+        if to.suffix.lower() == ".gguf":
+            from coserve.adapters.gguf_model import write_merged_gguf
+
+            count = write_merged_gguf(_base_of(model), folder, to, outtype, weights_only)
+            print(f"merged {count} tensors into {to}\n  llama-cli -m {to}")
+            return
         from coserve.adapters.merge import merge_adapter
 
         merge_adapter(_base_of(model), folder, to)

@@ -3,9 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from coserve.core.ranges import BELOW_ONE, LARGEST, MOST_DECAY, SMALLEST, check_range
 from coserve.errors import RequestError
+
+# The figure of a step, and of a validation: the share of labels that are the likeliest token.
+ACCURACY: Final = "mean_token_accuracy"
 
 
 @dataclass(frozen=True, slots=True)

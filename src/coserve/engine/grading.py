@@ -16,14 +16,14 @@ from coserve.engine.completion import Completion
 from coserve.errors import CoserveError, JobError
 from coserve.text import Text
 from coserve.text.tools.lark import COMPACT
-from coserve.train.grading.asking import AskingGrader, ModelQuestion
+from coserve.train.grading.asking import EMBEDDED, AskingGrader, EmbeddingQuestion, Question, Reply
 from coserve.train.grading.graders import Grader
 
 FLEX: Final = SLO(deferral=60.0)  # seconds, as a server's tier has by default
 _UNDER_WAY: Final = 4  # questions of one job
 Answers = Sequence[Sequence[int]]  # tokens of each
 Graded = Callable[[list[float] | CoserveError], None]
-_Question = tuple[tuple[int, ...], SamplingParams]  # a prompt, and how it is answered
+_Asked = tuple[tuple[int, ...], SamplingParams]  # a prompt, and how it is answered
 
 
 class Generate(Protocol):
@@ -45,10 +45,10 @@ class Generate(Protocol):
 class _Interview:
     """The questions about some answers: those that wait, are under way, and the replies, by number."""
 
-    waiting: deque[tuple[int, _Question]]
-    finish: Callable[[list[str] | CoserveError], None]
+    waiting: deque[tuple[int, _Asked]]
+    finish: Callable[[list[Reply] | CoserveError], None]
     under_way: dict[int, Completion] = field(default_factory=dict)
-    replies: dict[int, str] = field(default_factory=dict)
+    replies: dict[int, Reply] = field(default_factory=dict)
 
 
 class AnswerGrading:
@@ -70,14 +70,14 @@ class AnswerGrading:
             self._aside.do(what, partial(_rewards, grader, self._text, answers, reference), then)
             return
 
-        def replied(replies: list[str] | CoserveError) -> None:
+        def replied(replies: list[Reply] | CoserveError) -> None:
             if isinstance(replies, CoserveError):
                 then(replies)
                 return
             work = partial(_rewards_with, grader, self._text, answers, reference, replies)
             self._aside.do(what, work, then)
 
-        def asked(questions: list[_Question] | CoserveError) -> None:
+        def asked(questions: list[_Asked] | CoserveError) -> None:
             if isinstance(questions, CoserveError):
                 then(questions)
                 return
@@ -99,19 +99,28 @@ class AnswerGrading:
                 self._asked.remove(one)
                 one.finish([one.replies[number] for number in range(len(one.replies))])
         room = _UNDER_WAY - sum(len(one.under_way) for one in self._asked)
-        for one in self._asked:
-            while one.waiting and room > 0:
-                number, (prompt, sampling) = one.waiting.popleft()
-                one.under_way[number] = self._generate(
-                    prompt, None, sampling, FLEX, text=True, scope=self._scope
-                )
-                room -= 1
+        for one in [*self._asked]:
+            try:
+                while one in self._asked and one.waiting and room > 0:
+                    self._ask(one)
+                    room -= 1
+            except CoserveError as error:  # a question that is too long for the base, or empty
+                self._end(one)
+                one.finish(error)
 
     def close(self) -> None:
         """Ends what is under way."""
         for one in [*self._asked]:
             self._end(one)
         self._aside.close()
+
+    def _ask(self, one: _Interview) -> None:
+        """Asks the next question. Raises CoserveError for one that the engine does not take."""
+        number, (prompt, sampling) = one.waiting.popleft()
+        scope = (
+            self._scope if sampling.pooling is None else None
+        )  # all rows of a text that is read are needed
+        one.under_way[number] = self._generate(prompt, None, sampling, FLEX, text=True, scope=scope)
 
     def _collect(self, one: _Interview) -> None:
         """Takes the replies that have ended. Raises the error of one that failed."""
@@ -120,7 +129,8 @@ class AnswerGrading:
             del one.under_way[number]
             if completion.error is not None:
                 raise completion.error
-            one.replies[number] = completion.text
+            is_read = completion.sequence.request.sampling.pooling is not None
+            one.replies[number] = completion.embedding if is_read else completion.text
 
     def _end(self, one: _Interview) -> None:
         self._asked.remove(one)
@@ -143,7 +153,7 @@ def _rewards_with(
     text: Text | None,
     answers: Answers,
     reference: Mapping[str, Any],
-    replies: Sequence[str],
+    replies: Sequence[Reply],
 ) -> list[float]:
     left = iter(replies)
     return [grader.grade_with(one, reference, left) for one in _decoded(text, answers)]
@@ -151,16 +161,18 @@ def _rewards_with(
 
 def _questions(
     grader: AskingGrader, text: Text | None, answers: Answers, reference: Mapping[str, Any]
-) -> list[_Question]:
+) -> list[_Asked]:
     """The questions about some answers, as prompts. Raises JobError where there is no tokenizer."""
     asked = [one for answer in _decoded(text, answers) for one in grader.questions(answer, reference)]
     if asked and text is None:
         raise JobError("a grader that asks a model needs a base with a tokenizer")
-    return [(text.chat(list(one.messages)), _sampling(one)) for one in asked] if text is not None else []
+    return [_asked(text, one) for one in asked] if text is not None else []
 
 
-def _sampling(question: ModelQuestion) -> SamplingParams:
-    return SamplingParams(
+def _asked(text: Text, question: Question) -> _Asked:
+    if isinstance(question, EmbeddingQuestion):
+        return text.encode(question.text), EMBEDDED
+    return text.chat(list(question.messages)), SamplingParams(
         max_tokens=question.max_tokens,
         temperature=question.temperature,
         top_p=question.top_p,

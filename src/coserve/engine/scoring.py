@@ -9,12 +9,13 @@ file never takes all running slots.
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import torch
 
 from coserve.core.request import SLO, FinishReason, SamplingParams
+from coserve.core.training import ACCURACY
 from coserve.engine.completion import Completion
 from coserve.engine.engine import Engine
 from coserve.errors import ValidationDataError
@@ -25,6 +26,7 @@ from coserve.train.preferences import estimated_kl, kto_settings, labelled_metri
 
 _UNDER_WAY: Final = 2
 _SCORE: Final = SamplingParams(max_tokens=0, prompt_logprobs=0, ignore_eos=True)
+_WITH_LIKELIEST: Final = replace(_SCORE, prompt_logprobs=1)  # of each row, for an accuracy
 
 
 def check_lengths(engine: Engine, examples: Sequence[Example], virtual: int, answer: int = 0) -> None:
@@ -139,18 +141,20 @@ class Scoring(ABC):
 
 
 class LossScoring(Scoring):
-    """The mean loss per label of examples."""
+    """The mean loss per label of examples, and the share of labels that are the likeliest token."""
 
     def __init__(self, engine: Engine, version: str, examples: Sequence[Example]) -> None:
         super().__init__(engine, version)
-        self._scores = _Scores(engine, version, examples)
+        self._scores = _Scores(engine, version, examples, _WITH_LIKELIEST)
         self.advance()
 
     def _advance(self) -> Validation | None:
         scored = self._scores.advance()
         if scored is None:
             return None
-        return Validation(-sum(one.logprob for one in scored) / sum(one.labels for one in scored))
+        labels = sum(one.labels for one in scored)
+        accuracy = sum(one.hits for one in scored) / labels
+        return Validation(-sum(one.logprob for one in scored) / labels, {ACCURACY: accuracy})
 
     def _cancel(self) -> None:
         self._scores.cancel()
@@ -236,20 +240,28 @@ class PairScoring(Scoring):
 
 class _Score(NamedTuple):
     """One example's summed log-probability of its labels, and their number; `whole` is that of all its tokens
-    but the first, of which there are `tokens`."""
+    but the first, of which there are `tokens`. `hits` counts labels that are the likeliest token, where the
+    likeliest are known."""
 
     logprob: float
     labels: int
     whole: float
     tokens: int
+    hits: int
 
 
 class _Scores:
     """Scores of examples under one version."""
 
-    def __init__(self, engine: Engine, version: str | None, examples: Sequence[Example]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        version: str | None,
+        examples: Sequence[Example],
+        sampling: SamplingParams = _SCORE,
+    ) -> None:
         self._examples = examples
-        asked = (Asked(number, example.tokens, _SCORE) for number, example in enumerate(examples))
+        asked = (Asked(number, example.tokens, sampling) for number, example in enumerate(examples))
         self._requests = Requests(engine, version, asked)
         self._found: dict[int, _Score] = {}
 
@@ -269,6 +281,8 @@ class _Scores:
     def _score(self, example: Example, completion: Completion) -> _Score:
         """The log-probability of token i + 1 is that of the label of row i."""
         pairs = zip(example.labels[:-1], completion.prompt_logprobs, strict=True)
-        found = [logprobs.chosen for label, logprobs in pairs if label != IGNORED]
+        labelled = [(label, logprobs) for label, logprobs in pairs if label != IGNORED]
+        found = [logprobs.chosen for _, logprobs in labelled]
+        hits = sum(label == logprobs.top[0][0] for label, logprobs in labelled if logprobs.top)
         every = [logprobs.chosen for logprobs in completion.prompt_logprobs]
-        return _Score(sum(found), len(found), sum(every), len(every))
+        return _Score(sum(found), len(found), sum(every), len(every), hits)

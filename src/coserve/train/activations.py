@@ -30,10 +30,12 @@ _NOTHING = Virtual("")
 class ActivationStore:
     """Activations of all rows of a micro-batch, filled window by window, layer by layer.
 
-    `hidden` has the layers' outputs, `saved` outputs kept from inside layers, `kv` keys and values, `states`
-    those of recurrent layers. tokens, labels [rows] (label -100 is none; a label belongs to the row that
-    predicts it). Where `virtual` has prompts their rows come first, once for all examples, as the first of
-    `lengths`. The first layer's input is embedded again when it is needed.
+    `loss` is summed over the rows that have passed the tail, and `hits` counts those whose label is the
+    likeliest token, where the tail counts them. `hidden` has the layers' outputs, `saved` outputs kept from
+    inside layers, `kv` keys and values, `states` those of recurrent layers. tokens, labels [rows] (label -100
+    is none; a label belongs to the row that predicts it). Where `virtual` has prompts their rows come first,
+    once for all examples, as the first of `lengths`. The first layer's input is embedded again when it is
+    needed.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ActivationStore:
         self.kv = MicroBatchKV([cache.reads for cache in base.caches], self.rows, virtual, self._lease)
         self.states = MicroBatchStates(lengths, self._lease)
         self.loss: Tensor = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        self.hits: Tensor | None = None
 
     def window(self, start: int, rows: int) -> Window:
         """Rows [start, start + rows) of the micro-batch."""

@@ -70,7 +70,8 @@ class DistilledSteps(JobSteps):
         labels = sum(len(one.tokens) for one in step) // k
         if self._nbytes > _MOST_KEPT:
             self._forget(self._under_way)
-        return replace(super().ended(updated), metrics={"teacher/top_k_mass": mass / labels})
+        metrics = {**updated.metrics, "teacher/top_k_mass": mass / labels}
+        return replace(super().ended(updated), metrics=metrics)
 
     def _forget(self, indices: Iterable[int]) -> None:
         for i in indices:

@@ -42,6 +42,7 @@ class MicroBatchState:
         self.start, self.fates, self._reference = start, fates, reference
         self.labels = sum(label != IGNORED for label in start.labels)
         self.loss: Tensor | None = None
+        self.hits: Tensor | None = None  # labels that are the likeliest token, where these are counted
         self._logprobs: Tensor | None = None  # of one that reports, with the loss
         self._losses: Tensor | None = None  # of its rows, where the loss has one for each
         self._top: tuple[Tensor, Tensor] | None = (
@@ -99,7 +100,7 @@ class MicroBatchState:
         """Ends a micro-batch after its last window; its loss stays for the optimizer step."""
         if self.start.forward_only:
             self.tail.evaluate()
-        self.loss = self.store.loss
+        self.loss, self.hits = self.store.loss, self.store.hits
         if self.start.reports:
             self._logprobs, self._losses = self.tail.known_logprobs, self.tail.token_losses
         if self.start.top_k:

@@ -13,6 +13,7 @@ from typing import Final
 from coserve.adapters.adapter import AdapterVersion
 from coserve.adapters.loaded import LoadedAdapters
 from coserve.core.plan import MicroBatchOutput, MicroBatchStart, Updated
+from coserve.core.training import ACCURACY
 from coserve.errors import LossNotFinite
 from coserve.memory.arena import Arena
 from coserve.memory.ledger import Account
@@ -146,15 +147,21 @@ class TrainingSession:
         losses = (m.loss for m in self.micro_batches.values() if m.loss is not None)
         return sum(float(loss) for loss in losses) / self._labels
 
-    def updated(self, loss: float, norm: float, rate: float) -> Updated:
+    def accuracy_so_far(self) -> float:
+        """Share of the labels of the step under way that are the likeliest token; 0 without a count."""
+        return sum(float(m.hits) for m in self.micro_batches.values() if m.hits is not None) / self._labels
+
+    def updated(self, loss: float, accuracy: float, norm: float, rate: float) -> Updated:
         """Ends an optimizer step whose weights are in `weights.room`: publishes them, and returns the
         report."""
         labels, tokens = self._labels, self._tokens
+        is_counted = any(micro_batch.hits is not None for micro_batch in self.micro_batches.values())
+        metrics = {ACCURACY: accuracy} if is_counted else {}
         self.micro_batches.clear()
         self.step += 1
         self.loss = loss
         self.weights.publish(self.weights.current.version + 1)
-        return Updated(self.step, loss, labels, norm, rate, self.weights.current.key, tokens)
+        return Updated(self.step, loss, labels, norm, rate, self.weights.current.key, tokens, metrics)
 
     def not_finite(self, what: str) -> LossNotFinite:
         """The error of a step whose loss, gradient or weights are not finite."""

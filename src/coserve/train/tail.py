@@ -71,6 +71,8 @@ class Tail:
         self._logprobs = torch.full(
             (store.rows if spec.couples or scores else 0,), torch.nan, dtype=exact, device=device
         )
+        # Of a job's labels; the rows of a client's own pass, of a pair or of an answer have other figures.
+        self._counts_hits = bool(spec.candidates) or (spec == CROSS_ENTROPY and not scores)
         self._coupled: Tensor | None = None  # the loss's gradient for all log-probabilities
         # Of rows whose window's pass has failed since: for the last layer's output, [rows, width].
         self._begun: Tensor | None = None
@@ -148,6 +150,9 @@ class Tail:
             of_leaf, *of_leaves = torch.autograd.grad(logits, [leaf, *self._leaves], found, allow_unused=True)
         if loss is not None:
             self._store.loss += loss
+        if self._counts_hits:
+            hits = (logits.detach()[:count].argmax(-1) == self._store.labels[rows]).sum()
+            self._store.hits = hits if self._store.hits is None else self._store.hits + hits
         self._accumulate(self._leaves, of_leaves)
         gradient: Tensor = of_leaf[0, :count]
         return gradient

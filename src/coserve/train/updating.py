@@ -28,7 +28,10 @@ def update_all(due: Sequence[Due]) -> list[Updated | JobError]:
     steps."""
     if not due:
         return []
-    losses = due[0][0].weights.losses([session.loss_so_far() for session, _ in due])
+    sessions = [session for session, _ in due]
+    here = [one.loss_so_far() for one in sessions] + [one.accuracy_so_far() for one in sessions]
+    whole = sessions[0].weights.losses(here)
+    losses, accuracies = whole[: len(due)], whole[len(due) :]
     for session, _ in due:
         session.weights.complete_gradients()
     gradients = [[o.gradients(piece) for piece in o.pieces()] for o in (s.weights.optimizer for s, _ in due)]
@@ -41,24 +44,27 @@ def update_all(due: Sequence[Due]) -> list[Updated | JobError]:
         step([(s.weights.optimizer, update.optimizer, update.learning_rate) for s, update in stepping])
         _write([session.weights for session, _ in stepping])
     found: list[Updated | JobError] = []
-    for (session, update), loss, norm, is_finite in zip(due, losses, of_gradients, finite, strict=True):
+    outcomes = zip(due, losses, accuracies, of_gradients, finite, strict=True)
+    for (session, update), loss, accuracy, norm, is_finite in outcomes:
         if not is_finite:
             found.append(session.not_finite(f"the loss became {loss} (gradient norm {norm})"))
             continue
         if session.job not in torn:
             with failing_alone(_STEP, partial(torn.__setitem__, session.job)):
-                found.append(_published(session, loss, norm, update.learning_rate))
+                found.append(_published(session, loss, accuracy, norm, update.learning_rate))
         if session.job in torn:
             stays = f"the adapter stays at version {session.weights.current.key}"
             found.append(JobError(f"job {session.job}: {torn[session.job]}; {stays}"))
     return found
 
 
-def _published(session: TrainingSession, loss: float, norm: float, rate: float) -> Updated | JobError:
+def _published(
+    session: TrainingSession, loss: float, accuracy: float, norm: float, rate: float
+) -> Updated | JobError:
     """Publishes weights that have stepped, if they are finite."""
     (total,) = session.weights.ranks.totals(norms([session.weights.room]))
     if math.isfinite(total):
-        return session.updated(loss, norm, rate)
+        return session.updated(loss, accuracy, norm, rate)
     session.weights.optimizer.restore({}, session.weights.current.parameters())
     return session.not_finite(f"the weights left the numbers at a learning rate of {rate:g}")
 

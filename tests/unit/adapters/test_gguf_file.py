@@ -11,7 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from coserve.adapters.gguf_file import neighbours, write_gguf
+from coserve.adapters.gguf_architectures import neighbours
+from coserve.adapters.gguf_file import write_gguf
 from coserve.errors import AdapterError, AdapterMismatch, ConfigError
 from models import tiny
 

@@ -7,11 +7,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+import torch
 
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve import tiny as embedded_model
 from coserve.core.plan import BasePlan
-from coserve.errors import JobError
+from coserve.engine.completion import Completion
+from coserve.errors import JobError, RequestError
+from coserve.train.grading.asking import EMBEDDED
 from coserve.train.grading.graders import PythonGrader, grader_from
 from coserve.train.grading.multi import MultiGrader
 from coserve.train.objectives import ALL_GRADERS, Reinforcement, ScaleRewards
@@ -269,3 +272,40 @@ def test_a_step_that_lacks_memory_starts_again_with_the_same_answers() -> None:
     before = [*steps._groups]
     work = steps.smaller_work(iter(engine.scheduler.new_key, None))
     assert isinstance(work, StepWork) and work.update is None and steps._groups == before
+
+
+@pytest.mark.parametrize("count", [1, 580])
+def test_a_similarity_of_embeddings_is_that_of_the_base(count: int) -> None:
+    """A reference that is longer than the base reads fails the job alone."""
+    engine, read, cosines = embedded(), list[Completion](), list[float]()
+    generate = engine.rollouts._generate
+
+    def watched(*given: Any, **more: Any) -> Any:
+        completion = generate(*given, **more)
+        read.extend([completion] if completion.sequence.request.sampling.pooling else [])
+        return completion
+
+    engine.rollouts._generate = watched  # type: ignore[assignment]
+    similarity = {
+        "type": "text_similarity",
+        "evaluation_metric": "cosine",
+        "reference": "harbour 1 2 3 " * count,
+    }
+    training = TrainingConfig(batch_size=2, epochs=1, max_steps=1)
+    objective = Reinforcement(grader_from(similarity, ALL_GRADERS), group_size=3, max_tokens=6)
+    job = engine.finetune(PROMPTS, "mine", LORA, training, objective=objective)
+    if count > 1:
+        with pytest.raises(RequestError, match="tokens"):
+            job.result()
+    else:
+        assert len(job.result().history) == 1
+        for found, wanted in zip(read[::2], read[1::2], strict=True):
+            pair = [
+                torch.tensor(engine.generate(one.sequence.request.prompt, None, EMBEDDED).result().embedding)
+                for one in (found, wanted)
+            ]
+            cosines.append(float(torch.cosine_similarity(*pair, dim=0)))
+        assert len(cosines) >= 4 and min(cosines) < 0.999
+        assert job.history[0].metrics["reward"] == pytest.approx(fmean(cosines[-6:]), abs=1e-5)
+    engine.run()
+    assert not engine.completions and engine.stats().free_pages == engine.config.pages

@@ -326,12 +326,18 @@ def test_a_drain_waits_for_answers_and_checkpoints(desk: Desk, data: Path, tmp_p
 
 
 def test_the_validation_loss_is_that_of_its_version(desk: Desk, tmp_path: Path) -> None:
-    """Against transformers: the mean over the labels of all examples, on an adapter replaced meanwhile."""
-    examples = [Example((5, 6, 7, 8), (-100, 7, 8, -100)), Example((9, 3), (3, -100))] * 3
-    losses = []
+    """Against transformers: the mean over the labels of all examples, on an adapter replaced meanwhile; and
+    the share of labels that are the likeliest token, as two of these are."""
+    likely = logits_of(with_lora(tiny("llama"), 1), (5, 6, 7, 8)).argmax(-1).tolist()
+    right = Example((5, 6, likely[1], 8, 2), (-100, likely[1], 8, 2, -100))
+    examples = [Example((5, 6, 7, 8), (-100, 7, 8, -100)), Example((9, 3), (3, -100)), right] * 2
+    losses, hits = list[float](), list[bool]()
     for example in examples:
         logprobs = logits_of(with_lora(tiny("llama"), 1), example.tokens).log_softmax(-1)
-        losses += [-float(logprobs[i, label]) for i, label in enumerate(example.labels) if label >= 0]
+        labelled = [(row, label) for row, label in zip(logprobs, example.labels, strict=True) if label >= 0]
+        losses += [-float(row[label]) for row, label in labelled]
+        hits += [int(row.argmax()) == label for row, label in labelled]
+    assert 0 < sum(hits) < len(hits)
     for seed in (1, 2):
         with_lora(tiny("llama"), seed).save_pretrained(str(tmp_path / str(seed)))
     engine = desk.engine
@@ -344,6 +350,7 @@ def test_the_validation_loss_is_that_of_its_version(desk: Desk, tmp_path: Path) 
     assert scoring.result is not None and scoring.result.loss == pytest.approx(
         sum(losses) / len(losses), rel=1e-4
     )
+    assert scoring.result.metrics == {"mean_token_accuracy": sum(hits) / len(hits)}
     assert most == 2 and len(engine.adapters.cache) == 1
 
 

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -147,3 +148,37 @@ def test_others_that_are_always_open_do_not_hold_them_up_for_ever(row: float, bo
     print(f"seed {seed}")
     turns, _ = turns_of(seed, row, bound)
     assert any(rows > 1 for _, rows in turns)
+
+
+@pytest.mark.parametrize(("bound", "turns"), [(0.0035, 0), (0.0045, 20)])
+def test_a_turn_breaks_no_bound_of_an_open_request(bound: float, turns: int) -> None:
+    """A step of one live row takes 3 ms, and with a row of the background's 4: within one bound, and not
+    within the other, where the background rests until the request has ended."""
+    config = SchedulerConfig(layers=4, max_positions=2048, max_running=8)
+    weights = dict.fromkeys(DEFAULT_WEIGHTS, 0.0) | {"forward_layers": STEP, "forward_rows": 1e-3}
+    cost, scheduler = (
+        CostModel(weights).predict,
+        Scheduler(BaseCache(config, PagePool(600, PAGE)), CostModel(weights), make_policy("hybrid")),
+    )
+    executor, now, beside, heard = ScriptedExecutor(PAGE, cost), 0.0, 0, list[float]()
+    ends = {"batch": 40, "live": 1000}
+
+    def submit(name: str, slo: SLO) -> None:
+        sampling = SamplingParams(max_tokens=ends[name], seed=1, ignore_eos=True)
+        asked = Request(name, (5, 6), sampling, slo=slo, arrival=now, background=name == "batch")
+        scheduler.requests.submit(asked, now)
+
+    submit("batch", SLO())
+    while scheduler.requests.has_work:
+        if not heard and any(one.length == 4 for one in scheduler.requests.sequences.values()):
+            submit("live", SLO(between_tokens=bound))  # two tokens of the batch are there
+            heard.append(now)
+        known = dict(scheduler.requests.sequences)
+        plan = scheduler.plan(now).only
+        beside += len({known[segment.key].request.id for segment in plan.inference}) == 2
+        now += max(cost(plan), 1e-4)
+        for events in scheduler.apply(step_result(executor.run(plan)), now).values():
+            heard += [now for event in events if event.request_id == "live" and event.token is not None]
+    gaps = [later - earlier for earlier, later in pairwise(heard[1:])]
+    assert len(gaps) == ends["live"] - 1 and max(gaps) <= bound + 1e-9
+    assert beside >= turns if turns else not beside

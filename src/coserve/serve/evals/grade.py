@@ -11,6 +11,7 @@ from coserve.errors import ConfigError
 from coserve.serve.answering.answers import answer
 from coserve.serve.answering.chat import Chat
 from coserve.serve.answering.cost import RequestSize
+from coserve.serve.answering.embedding import embed
 from coserve.serve.answering.replies import whole_answers
 from coserve.serve.answering.request_builder import RequestBuilder
 from coserve.serve.answering.structure import Structure
@@ -19,10 +20,11 @@ from coserve.serve.schema.common import MOST_TOKEN_ID
 from coserve.serve.state import State
 from coserve.serve.store.records import Tenant
 from coserve.text.deltas import joined
-from coserve.train.grading.asking import AskingGrader, ModelQuestion
+from coserve.train.grading.asking import EMBEDDED, AskingGrader, EmbeddingQuestion, ModelQuestion, Reply
 from coserve.train.grading.graders import Grader, grader_from
 from coserve.train.grading.multi import MultiGrader
 from coserve.train.objectives import ALL_GRADERS
+from coserve.wire.scores import numbers
 
 # An `http` grader may wait for half a minute, on a thread that all tenants share: only jobs have their own.
 KINDS: Final = {name: kind for name, kind in ALL_GRADERS.items() if name != "http"}
@@ -63,11 +65,14 @@ async def grade(
 ) -> Grade:
     """Grades the answer `text`. Raises CoserveError where there is no reward, and ApiError for a model that
     cannot be asked."""
-    began, replies = time.monotonic(), list[ChatAnswer]()
+    began, replies, said = time.monotonic(), list[ChatAnswer](), list[Reply]()
     if isinstance(grader, AskingGrader):
         for question in await state.graders.run(tenant.id, grader.questions, text, item):
+            if isinstance(question, EmbeddingQuestion):
+                said.append(await _embedded(state, tenant, question, tier))
+                continue
             replies.append(await _replied(state, tenant, question, tier))
-    said = [reply.text for reply in replies]
+            said.append(replies[-1].text)
     reward, parts = await state.graders.run(tenant.id, _rewards, grader, text, item, said)
     return Grade(reward, parts, replies, time.monotonic() - began)
 
@@ -104,8 +109,16 @@ async def _replied(state: State, tenant: Tenant, question: ModelQuestion, tier: 
     return await ask(state, tenant, question.model, chat, sampling, size, tier)
 
 
+async def _embedded(state: State, tenant: Tenant, question: EmbeddingQuestion, tier: str) -> Sequence[float]:
+    base = state.settings.base_name
+    builder = await RequestBuilder.of(state, tenant, base, "eval-", most_choices=1, tier=tier)
+    call = await builder.completion([question.text], EMBEDDED, RequestSize(max_tokens=0))
+    (found,) = await embed(state, call)
+    return numbers("f", found)
+
+
 def _rewards(
-    grader: Grader, text: str, item: Mapping[str, Any], replies: Sequence[str]
+    grader: Grader, text: str, item: Mapping[str, Any], replies: Sequence[Reply]
 ) -> tuple[float, Mapping[str, float]]:
     """The reward, and those of a multi grader's parts."""
     if isinstance(grader, MultiGrader):

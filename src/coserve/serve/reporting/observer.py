@@ -93,6 +93,7 @@ def _figures(news: JobStep) -> dict[str, float]:
         "train/grad_norm": news.grad_norm,
         "train/tokens": news.tokens,
         "train/seconds": news.seconds,
+        **{f"train/{name}": value for name, value in news.metrics.items()},
     }
 
 

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from coserve.core import job_words
 from coserve.core.job_status import JobStatus
+from coserve.core.training import ACCURACY
 from coserve.serve.store.adapters import add_adapter
 from coserve.serve.store.database import Database
 from coserve.serve.store.durable import RESUMING
@@ -27,6 +28,8 @@ from coserve.serve.store.usage import note_trained
 from coserve.wire.messages import JobCheckpoint, JobStarted, JobStep, JobWaiting
 
 OfStep = TypeVar("OfStep", Event, CheckpointRecord)
+_TRAINED: Final = {ACCURACY: f"train_{ACCURACY}"}  # figures of a step by OpenAI's names
+_OF_ALL: Final = ("valid_loss", f"valid_{ACCURACY}")
 _PACE: Final = 0.1  # weight of the newest step in the mean that predicts the end
 
 
@@ -117,7 +120,7 @@ class JobEventStore:
 
         def write(session: Session, job: JobRecord, now: int) -> None:
             nonlocal replaced
-            path, losses = self._relative(Path(news.path)), _losses(news)
+            path, losses = self._relative(Path(news.path)), _losses(news, _at(session, Event, news))
             size = bytes_in(Path(news.path), RESUMING)
             _add_validation(session, news)
             known = _at(session, CheckpointRecord, news)
@@ -252,20 +255,25 @@ def _figures(news: JobStep, steps: int | None) -> dict[str, Any]:
         "labels": news.labels,
         "tokens": news.tokens,
         "seconds": news.seconds,
-        **news.metrics,
+        **{_TRAINED.get(name, name): value for name, value in news.metrics.items()},
     }
     return {name: _finite(value) for name, value in figures.items()}
 
 
-def _losses(news: JobCheckpoint) -> dict[str, Any]:
-    losses = {"step": news.step, "train_loss": news.loss, **validation_figures(news)}
+def _losses(news: JobCheckpoint, step: Event | None) -> dict[str, Any]:
+    """The figures of a checkpoint, also what its step has told of accuracy."""
+    known = {} if step is None or step.data is None else step.data
+    trained = {name: known.get(name) for name in _TRAINED.values()}
+    losses = {"step": news.step, "train_loss": news.loss, **trained, **validation_figures(news)}
     return {name: _finite(value) for name, value in losses.items() if value is not None}
 
 
 def validation_figures(news: JobCheckpoint) -> dict[str, float]:
-    """The figures of a checkpoint's validation, by their names in the API."""
+    """The figures of a checkpoint's validation, by their names in the API. Those that OpenAI's has of a part
+    of the file and of all of it have both names: validation is always of all of it."""
     loss = {} if news.validation_loss is None else {"valid_loss": news.validation_loss}
-    return loss | {f"valid_{name}": value for name, value in news.metrics.items()}
+    found = loss | {f"valid_{name}": value for name, value in news.metrics.items()}
+    return found | {f"full_{name}": found[name] for name in _OF_ALL if name in found}
 
 
 def _finite(value: float | None) -> float | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coserve.adapters.folder import CONFIG, WEIGHTS
+from coserve.core.training import ACCURACY
 from coserve.errors import AdapterError
 from coserve.serve.adapter_registry.imports import copy_adapter
 from coserve.serve.store.durable import write_whole
@@ -19,8 +20,12 @@ from coserve.serve.store.quotas import bytes_in
 from coserve.serve.store.records import Adapter, CheckpointRecord, File, JobRecord
 from coserve.serve.store.store import Store
 
-_COLUMNS: Final = ("step", "train_loss", "valid_loss", "learning_rate", "grad_norm", "tokens", "seconds")
-_LEFT_OUT: Final = ("total_steps", "labels")
+_ACCURACY: Final = f"train_{ACCURACY}"  # in OpenAI's file it has another name than in events
+_COLUMNS: Final = (
+    "step", "train_loss", "train_accuracy", "valid_loss", f"valid_{ACCURACY}",
+    "learning_rate", "grad_norm", "tokens", "seconds",
+)  # fmt: skip
+_LEFT_OUT: Final = ("total_steps", "labels", "full_valid_loss", f"full_valid_{ACCURACY}")
 
 
 class Artifacts:
@@ -84,7 +89,8 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """CSV with a header and one line for each optimizer step; its training method's figures come last."""
     further = sorted({name for row in rows for name in row} - {*_COLUMNS, *_LEFT_OUT})
     columns = (*_COLUMNS, *further)
-    for values in (columns, *([row.get(name) for name in columns] for row in rows)):
+    told = ({**row, "train_accuracy": row.get(_ACCURACY)} for row in rows)
+    for values in (columns, *([row.get(name) for name in columns] for row in told)):
         line = io.StringIO()
         csv.writer(line, lineterminator="\n").writerow(values)
         yield line.getvalue().encode()

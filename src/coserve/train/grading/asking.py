@@ -1,4 +1,5 @@
-"""Graders that ask a model: OpenAI's `score_model` and `label_model`.
+"""Graders that ask a model: OpenAI's `score_model` and `label_model`, and what all such graders have in
+common.
 
 Such a grader waits for no model. It says what is to be asked (`questions`); its user has that answered, and
 gets the reward for the replies (`grade_with`).
@@ -12,6 +13,7 @@ from math import floor, log10
 from typing import Any, ClassVar, Final
 
 from coserve.core.ranges import check_range
+from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError, JobError
 from coserve.train.grading.graders import checked_reward
 from coserve.train.grading.template import Template
@@ -43,16 +45,28 @@ class ModelQuestion:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingQuestion:
+    """A text whose embedding is asked of the base: the mean of its tokens' states after the last norm."""
+
+    text: str
+
+
+EMBEDDED: Final = SamplingParams(max_tokens=0, pooling="mean")  # how such a text is read
+Question = ModelQuestion | EmbeddingQuestion
+Reply = str | Sequence[float]  # to a chat; to a text whose embedding is asked
+
+
 class AskingGrader(ABC):
     """Base of graders that ask models, or may have others that do. As a `Grader` it has no reward where a
     model is needed."""
 
     @abstractmethod
-    def questions(self, answer: str, item: Mapping[str, Any]) -> list[ModelQuestion]:
+    def questions(self, answer: str, item: Mapping[str, Any]) -> Sequence[Question]:
         """The questions about an answer. Raises DataError for a record that cannot be graded."""
 
     @abstractmethod
-    def grade_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[str]) -> float:
+    def grade_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[Reply]) -> float:
         """The reward of an answer, given the replies to its questions in order. Raises CoserveError where
         there is none."""
 
@@ -119,9 +133,9 @@ class ModelGrader(AskingGrader):
             )
         ]
 
-    def _reply(self, replies: Iterator[str], key: str) -> Any:
+    def _reply(self, replies: Iterator[Reply], key: str) -> Any:
         """The value of a reply. Raises JobError where it is none, as when it was cut off."""
-        if (text := next(replies, None)) is None:
+        if not isinstance(text := next(replies, None), str):
             raise JobError(f"the grader {self.type!r} needs the reply of a model, and got none")
         try:
             return json.loads(text)[key]
@@ -163,7 +177,7 @@ class ScoreModelGrader(ModelGrader):
         step = min(0.01, 10.0 ** (floor(log10(high - low)) - 3))
         return _one_field("result", {"type": "number", "minimum": low, "maximum": high, "multipleOf": step})
 
-    def grade_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[str]) -> float:
+    def grade_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[Reply]) -> float:
         """See `AskingGrader`."""
         score = checked_reward(self._reply(replies, "result"), "the grader's model")
         low, high = self._bounds
@@ -202,7 +216,7 @@ class LabelModelGrader(ModelGrader):
     def _schema(self) -> Mapping[str, Any]:
         return _one_field("label", {"enum": list(self.labels)})
 
-    def grade_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[str]) -> float:
+    def grade_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[Reply]) -> float:
         """See `AskingGrader`."""
         label = self._reply(replies, "label")
         if label not in self.labels:

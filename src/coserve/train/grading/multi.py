@@ -7,7 +7,7 @@ from keyword import iskeyword
 from typing import Any, ClassVar, Final
 
 from coserve.errors import ConfigError, CoserveError, DataError
-from coserve.train.grading.asking import AskingGrader, ModelQuestion
+from coserve.train.grading.asking import AskingGrader, Question, Reply
 from coserve.train.grading.formula import FUNCTIONS, Formula
 from coserve.train.grading.graders import MOST_NESTED, Grader, checked_reward
 
@@ -49,16 +49,18 @@ class MultiGrader(AskingGrader):
             except DataError as error:
                 raise DataError(f"{name}: {error}") from error
 
-    def questions(self, answer: str, item: Mapping[str, Any]) -> list[ModelQuestion]:
+    def questions(self, answer: str, item: Mapping[str, Any]) -> list[Question]:
         """See `AskingGrader`."""
         asking = (one for one in self.graders.values() if isinstance(one, AskingGrader))
         return [question for one in asking for question in one.questions(answer, item)]
 
-    def grade_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[str]) -> float:
+    def grade_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[Reply]) -> float:
         """See `AskingGrader`."""
         return self.combined(self.rewards_with(answer, item, replies))
 
-    def rewards_with(self, answer: str, item: Mapping[str, Any], replies: Iterator[str]) -> dict[str, float]:
+    def rewards_with(
+        self, answer: str, item: Mapping[str, Any], replies: Iterator[Reply]
+    ) -> dict[str, float]:
         """The rewards of its graders, by name. Raises what `grade_with` does."""
         rewards = {}
         for name, one in self.graders.items():

@@ -3,11 +3,12 @@
 import sys
 import threading
 import time
+from array import array
 from typing import Any
 
 import pytest
 
-from coserve.errors import ConfigError, DataError
+from coserve.errors import ConfigError, DataError, JobError
 from coserve.train.grading.graders import grader_from
 from coserve.train.grading.similarity import TextSimilarityGrader
 from coserve.train.objectives import ALL_GRADERS
@@ -67,9 +68,8 @@ def test_others_go_on_while_long_texts_are_compared() -> None:
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        ("cosine", "'cosine' is not offered: it compares embeddings"),
         ("meteor", "'meteor' is not offered: it needs the data of WordNet.*PythonGrader"),
-        ("levenshtein", "one of fuzzy_match, bleu, .* not 'levenshtein'"),
+        ("levenshtein", "one of fuzzy_match, cosine, bleu, .* not 'levenshtein'"),
         (4, "not 4"),
         (["bleu"], "not \\['bleu'\\]"),
     ],
@@ -99,6 +99,26 @@ def test_words_are_compared_by_the_library_of_the_metric(
     assert grader.grade(found, {"answer": wanted}) == pytest.approx(value, abs=1e-9)
     with pytest.raises(DataError, match="more than 8192 characters"):
         grader.grade("a " * 5000, {"answer": "a"})
+
+
+def test_cosine_is_that_of_embeddings() -> None:
+    grader = grader_from(similarity(evaluation_metric="cosine"), ALL_GRADERS)
+    assert isinstance(grader, TextSimilarityGrader)
+    assert [one.text for one in grader.questions("a cat", {"answer": "a dog"})] == ["a cat", "a dog"]
+    replies = iter([array("f", [3.0, 4.0]), array("f", [4.0, -3.0]), array("f", [1.0]), array("f", [-2.0])])
+    for wanted in (0.0, -1.0):
+        assert grader.grade_with("a cat", {"answer": "a dog"}, replies) == pytest.approx(wanted, abs=1e-9)
+    for found, answer, wanted in (("a", "a", 1.0), ("", "a", 0.0), ("a", "", 0.0)):
+        assert not grader.questions(found, {"answer": answer})
+        assert grader.grade(found, {"answer": answer}) == wanted
+    nothing = iter([array("f", [0.0]), array("f", [1.0])])
+    assert grader.grade_with("b", {"answer": "a"}, nothing) == 0.0
+    broken = iter([array("f", [float("nan")]), array("f", [1.0])])
+    for replies, words in ((iter(()), "needs embeddings"), (broken, "finite number")):
+        with pytest.raises(JobError, match=words):
+            grader.grade_with("b", {"answer": "a"}, replies)
+    plain = grader_from(similarity(evaluation_metric="gleu"), ALL_GRADERS)
+    assert isinstance(plain, TextSimilarityGrader) and not plain.questions("a", {"answer": "b"})
 
 
 def test_rapidfuzz_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
