@@ -94,7 +94,7 @@ class PlanBuilder:
         self.inference.append(segment)
         features, request = self.features[sequence.request.base], sequence.request
         if filled:
-            features.add_fill(request.virtual - filled, filled)
+            features.add_fill(request.traits.virtual - filled, filled)
         features.add_inference(segment.context, rows, segment.tail_rows, segment.adapter, segment.offloaded)
 
     def with_drafts(self, drafts: Mapping[int, tuple[int, ...]]) -> "PlanBuilder":

@@ -224,7 +224,7 @@ class Prefixes:
         """Names the pages of a running sequence that are full of known, computed tokens."""
         size, request = self._pages.page_size, sequence.request
         known = len(request.prompt) + len(sequence.output)
-        full = (request.virtual + min(sequence.computed, known)) // size
+        full = (request.traits.virtual + min(sequence.computed, known)) // size
         if full == sequence.named:  # as behind most steps
             return
         if full > sequence.named and self._takes_part(sequence):

@@ -189,7 +189,7 @@ class RequestQueues:
         if sequence.offloaded:
             return True
         cache, request = self.caches.of(sequence), sequence.request
-        tokens = request.virtual + len(request.prompt) + len(sequence.output) + sequence.unsampled
+        tokens = request.traits.virtual + len(request.prompt) + len(sequence.output) + sequence.unsampled
         missing = cache.pages.pages_for(tokens) - len(sequence.pages)
         while missing > 0:
             taken = cache.pages.allocate(sequence.key, missing)

@@ -80,9 +80,7 @@ class SequenceTable:
     def decoding(self, segments: Sequence[InferenceSegment]) -> list[bool]:
         """Tells of each segment whether it is a decode row, of pages on the device."""
         answers = self._answers
-        return [
-            answers[one.key].decodes(one.start) and not (one.offloaded or one.drafts) for one in segments
-        ]
+        return [answers[one.key].decodes(one.start) and not (one.offloaded or one.drafts) for one in segments]
 
     def __contains__(self, key: int) -> bool:
         return key in self._answers
