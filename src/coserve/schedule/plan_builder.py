@@ -95,7 +95,8 @@ class PlanBuilder:
         features, request = self.features[sequence.request.base], sequence.request
         if filled:
             features.add_fill(request.traits.virtual - filled, filled)
-        features.add_inference(segment.context, rows, segment.tail_rows, segment.adapter, segment.offloaded)
+        length = segment.length
+        features.add_inference(segment.context, length, segment.tail_rows, segment.adapter, segment.offloaded)
 
     def with_drafts(self, drafts: Mapping[int, tuple[int, ...]]) -> "PlanBuilder":
         """The step of decode rows alone, with these drafts behind the rows of the sequences of these keys."""
