@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import coserve
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
-from coserve.core.request import SLO
+from coserve.core.request import SLO, FinishReason
 from coserve.engine.completion import Completion
 from coserve.schedule.stats import Stats
 from coserve.train.example import Example
@@ -138,6 +138,22 @@ def test_a_copy_takes_fewer_steps() -> None:
         stats.draft_tokens,
         stats.accepted_tokens,
     )
+
+
+def test_an_answer_has_no_tokens_behind_a_stop_string() -> None:
+    """Also where the step that completes it reaches the most tokens."""
+    (letter,) = TOKENIZER("e", add_special_tokens=False)["input_ids"][-1:]
+    text = TOKENIZER.decode([letter])
+    model = tiny("llama", vocab_size=len(TOKENIZER), eos_token_id=TOKENIZER.eos_token_id)
+    engine = Engine(model, EngineConfig(calibrate=False, speculative_config=LOOKUP), tokenizer=TOKENIZER)
+    for stop in range(14, 21):
+        sampling = SamplingParams(
+            max_tokens=21, ignore_eos=True, logit_bias={letter: 50.0}, stop=(text * stop,), logprobs=0
+        )
+        answer = engine.generate([5, 6, 7], sampling=sampling).result()
+        assert answer.tokens == [letter] * stop and answer.text == ""
+        assert answer.finish_reason is FinishReason.STOP and len(answer.logprobs) == stop
+    assert engine.scheduler.stats.accepted_tokens > 50
 
 
 def test_recurrent_layers_leave_it_off_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:

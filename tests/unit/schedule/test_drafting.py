@@ -45,6 +45,8 @@ class World:
             self.it.requests.submit(Request(f"{number}", (number, 5), sampling, slo=slo), 0.0)
         while self.it.has_work:
             self.executor.step(self.it)
+            for sequence in self.it.requests.running:
+                assert sorted(self.pool.owners[sequence.key]) == sorted(sequence.pages), "pages went back"
 
     @property
     def steps(self) -> list[list[InferenceSegment]]:
