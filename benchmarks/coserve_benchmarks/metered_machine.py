@@ -28,8 +28,8 @@ clock, processor = time.perf_counter, time.thread_time
 
 @dataclass(frozen=True, slots=True)
 class CollectedStep:
-    """When the device `ended` a step, and when the host has `seen` it. `held_up` are the seconds in between
-    that are the system's: it woke this process late, or others had its processor."""
+    """Times at which the device `ended` a step, and at which the host has `seen` that. `held_up` are the
+    seconds in between that are the system's: it woke this process late, or others had its processor."""
 
     ended: float
     seen: float

@@ -49,7 +49,7 @@ class FusedLayer:
         return through([self], hidden, call)
 
     def attend(self, normed: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """What the layer's attention adds to the residual, of its norm's output."""
+        """The layer's attention, which is added to the residual, of its norm's output."""
         assert isinstance(self.cell.rows, FusedRows)
         products = self._siblings(self._linears[:3], normed)
         q, k, v = (x.reshape(*x.shape[:2], -1, self.width).transpose(1, 2) for x in products)
@@ -58,7 +58,7 @@ class FusedLayer:
         return added
 
     def feed_forward(self, normed: Tensor) -> Tensor:
-        """What the rest of the layer adds to it."""
+        """The layer's feed-forward part, which is added to the residual, of its norm's output."""
         gate, up = self._siblings(self._linears[4:6], normed)
         added: Tensor = self._linears[6](elementwise.silu_mul(gate, up))
         return added

@@ -46,12 +46,12 @@ def _rotate_into_pages(
     of_heads, of_groups = tl.cdiv(heads, HEADS), tl.cdiv(groups, HEADS)
     slot = tl.load(slots + row).to(tl.int64)
     if part >= of_heads + of_groups:
-        group = (part - of_heads - of_groups) * HEADS + tl.arange(0, HEADS)
-        column = tl.arange(0, DEEP)
-        is_there = (group < groups)[:, None] & (column < deep)[None, :]
-        wide = group[:, None].to(tl.int64)
-        given = tl.load(v + row * v_row + wide * v_head + column[None, :], mask=is_there, other=0.0)
-        tl.store(values + wide * values_group + slot * deep + column[None, :], given, mask=is_there)
+        # The compiler wants one type of a name in both branches, so these have names of their own.
+        group, number = (part - of_heads - of_groups) * HEADS + tl.arange(0, HEADS), tl.arange(0, DEEP)
+        is_value = (group < groups)[:, None] & (number < deep)[None, :]
+        of_group = group[:, None].to(tl.int64)
+        value = tl.load(v + row * v_row + of_group * v_head + number[None, :], mask=is_value, other=0.0)
+        tl.store(values + of_group * values_group + slot * deep + number[None, :], value, mask=is_value)
     else:
         is_query = part < of_heads
         head = tl.where(is_query, part, part - of_heads) * HEADS + tl.arange(0, HEADS)
