@@ -205,7 +205,7 @@ def test_a_run_whose_server_hangs_goes_on_at_another_one_with_all_that_was_promi
 def test_a_run_comes_back_to_a_server_that_had_it_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it knows of the run's results is from before: all of it is done again."""
+    """Results of the first time do not count: all of it is done again."""
 
     async def story(a: World, b: World) -> None:
         here, there = Caller(a), Caller(b)
