@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from coserve.serve.tinker import schema
+from coserve.serve.tinker import handover, schema
 from coserve.serve.tinker.passes import MOST_DATA
 from coserve.serve.tinker.turns import MOST_WAITING, Turns
 from coserve.wire.messages import Forward, LoadTraining, SaveTraining, StepOptimizer
@@ -76,7 +76,13 @@ async def send(caller: Caller, path: str, body: dict[str, Any]) -> Any:
     return await caller.post(path, json.dumps(body).encode(), **{"content-type": "application/json"})
 
 
-def test_after_each_refusal_the_next_command_runs_at_once(play: Play) -> None:
+def test_after_each_refusal_the_next_command_runs_at_once(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        handover, "STEPS", 1_000_000
+    )  # no state is kept beside the commands
+
     async def story(world: World) -> None:
         caller, draws, number, refusals = Caller(world), random.Random(49), 0, 0
         run = await caller.run()
