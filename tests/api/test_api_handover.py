@@ -202,6 +202,37 @@ def test_a_run_whose_server_hangs_goes_on_at_another_one_with_all_that_was_promi
     tell(story, tmp_path, str(tmp_path / "common"))
 
 
+def test_a_run_comes_back_to_a_server_that_had_it_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of the first time do not count: all of it is done again."""
+
+    async def story(a: World, b: World) -> None:
+        here, there = Caller(a), Caller(b)
+        run = await here.run()
+        await here.result(await here.post("forward_backward", passed(run, 1)))
+        a.engine.deaf_to = (StepOptimizer,)
+        asked = {"model_id": run, "seq_id": 2, "adam_params": {}}
+        assert (await here.post("optim_step", asked)).status_code == 200
+        first = Hang(a, monkeypatch)
+        assert (await insist(there, "optim_step", {**asked, "seq_id": 3})).status_code == 200
+        assert "metrics" in await told(there, f"{run}:3")
+        first.go_on()
+        await a.until(lambda: not a.app.state.tinker.runs._open)
+        a.engine.deaf_to = ()
+
+        before = len(sent(a, SessionCommand))
+        Hang(b, monkeypatch)
+        assert (await insist(here, "optim_step", {**asked, "seq_id": 4})).status_code == 200
+        for number in (1, 2, 3, 4):
+            assert "error" not in await told(here, f"{run}:{number}")
+        names = [type(one).__name__ for one in sent(a, SessionCommand)[before:]]
+        steps = ["Forward", "StepOptimizer", "StepOptimizer", "StepOptimizer"]
+        assert [name for name in names if name != "CloseTraining"] == ["OpenTraining", *steps]
+
+    tell(story, tmp_path, str(tmp_path / "common"))
+
+
 def test_a_run_goes_on_after_a_restart_from_the_state_that_is_kept_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -354,6 +354,14 @@ def test_a_run_of_tinker_clients_tells_other_servers_where_it_is(
             assert "is open on another server" in reply.text
         foreign = await there.post("get_info", {"model_id": "other:train:0"})
         assert foreign.status_code == 404
+        others, looks = b.state.store.leases.of_others, list[str]()
+
+        async def late(kind: str) -> Any:  # its lease had ended at the first look, and is renewed then
+            looks.append(kind)
+            return frozenset() if kind == "tinker" and looks.count(kind) == 1 else await others(kind)
+
+        monkeypatch.setattr(b.state.store.leases, "of_others", late)
+        assert (await there.post("get_info", {"model_id": run})).status_code == 409
         assert (await here.post("get_info", {"model_id": run})).status_code == 200
         await here.result(await here.post("unload_model", {"model_id": run}))
         while (gone := await there.post("get_info", {"model_id": run})).status_code == 409:

@@ -157,6 +157,13 @@ class Futures:
             self._settle(future, Failure(reason, "user"))
             future.task.cancel()
 
+    async def forget(self, tenant: str, prefix: str) -> None:
+        """Forgets a tenant's futures whose ids begin so, once their work has ended."""
+        if tasks := [one.task for one in self.of(tenant, prefix) if one.task is not None]:
+            await asyncio.wait(tasks)
+        for future in self.of(tenant, prefix):
+            self._drop(future)
+
     async def close(self) -> None:
         """Cancels all work, and waits for its end."""
         tasks = [one.task for own in self._of.values() for one in own.values() if one.task is not None]

@@ -78,7 +78,8 @@ class Runs:
         if await store.leases.claim_left(LEASED, id):
             task = self._taking[id] = self.on_left(tenant, id)
             task.add_done_callback(lambda _: self._taking.pop(id))
-        if id in self._taking:
+        # Its server may have renewed the lease between these two looks.
+        if id in self._taking or id in await store.leases.of_others(LEASED):
             raise elsewhere(id)
 
     def reason_lost(self, tenant: Tenant, id: str) -> str | None:
@@ -219,6 +220,7 @@ class Runs:
         """Leaves a run, which goes on at another server, or at this one's next start. Clients that wait for
         results of it here are told to ask again."""
         run.is_withdrawn = True
+        run.turns.close()
         self._leave(run)
 
     def _leave(self, run: OpenRun) -> bool:

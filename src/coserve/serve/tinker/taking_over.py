@@ -40,6 +40,8 @@ class TakingOver:
         while True:
             try:
                 async with self._turn:
+                    # Of the time when this server had it before: they would stand for what is done again.
+                    await self._sessions.futures.forget(tenant.id, f"{id}:")
                     found = await self._state.store.run_log.read(id)
                     if found is None:
                         why = "its server is gone, and had not kept all of it"

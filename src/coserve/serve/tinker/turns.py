@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from coserve.serve.errors import ApiError
+from coserve.serve.tinker.futures import Withdrawn
 
 GAP_SECONDS: Final = 300.0  # seconds that a request waits for earlier ones: clients repeat theirs for as long
 MOST_WAITING: Final = 256
@@ -18,6 +19,7 @@ class Turns:
         self.next, self._gap_seconds = first, gap_seconds
         self._waiting: dict[int, asyncio.Future[bool]] = {}
         self._refused: set[int] = set()  # numbers from `next` on that no request has
+        self._is_closed = False
 
     def check(self, number: int) -> None:
         """Raises ApiError 400 for a number whose turn is over, or too far ahead."""
@@ -38,7 +40,8 @@ class Turns:
     async def turn(self, number: int) -> AsyncIterator[None]:
         """Context of a number's turn, which is over with its end, also where that raises.
 
-        Raises ApiError 400 where a number before it does not come in time; so do all that wait then.
+        Raises ApiError 400 where a number before it does not come in time; so do all that wait then. Raises
+        Withdrawn once the turns are closed.
         """
         self.check(number)
         if number != self.next:
@@ -50,12 +53,21 @@ class Turns:
                 raise self._missing(number) from None
             finally:
                 self._waiting.pop(number, None)
+            if self._is_closed:
+                raise Withdrawn
             if not waiter.result():
                 raise self._missing(number)
         try:
             yield
         finally:
             self._go_to(number + 1)
+
+    def close(self) -> None:
+        """Has nobody wait any more: the run goes on elsewhere."""
+        self._is_closed = True
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_result(False)
 
     def missing(self) -> str:
         """The number that requests wait for."""
