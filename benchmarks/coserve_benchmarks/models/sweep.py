@@ -165,6 +165,7 @@ def answer_error(
         return error
     words = {} if words is None else words
     exact = copy.deepcopy(oracle).double()
+    exact.set_experts_implementation("eager")  # grouped products of experts have no float64
     in_float64 = [_forward(exact, *pair) for pair in pairs]
     if (own := _apart(wanted, in_float64)) > ANSWERS:
         oracle, wanted = exact, in_float64
