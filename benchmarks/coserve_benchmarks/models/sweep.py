@@ -25,6 +25,7 @@ from coserve.adapters.files import WEIGHTS, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.saved import PREFIX
 from coserve.adapters.settings import settings_of
+from coserve.adapters.text_part import keep_text
 from coserve.config import EngineConfig
 from coserve.core.request import SamplingParams
 from coserve.engine.completion import Completion
@@ -165,6 +166,7 @@ def answer_error(
         return error
     words = {} if words is None else words
     exact = copy.deepcopy(oracle).double()
+    exact.set_experts_implementation("eager")  # grouped products of experts have no float64
     in_float64 = [_forward(exact, *pair) for pair in pairs]
     if (own := _apart(wanted, in_float64)) > ANSWERS:
         oracle, wanted = exact, in_float64
@@ -310,7 +312,9 @@ def _streamed(name: str, texts: list[Tokens], folder: Path) -> float:
 
 def _split(name: str, oracle: PreTrainedModel, texts: list[Tokens], socket: Path) -> float:
     """As `answer_error`, of a base whose linears an executor of this process computes."""
-    executor = BaseExecutor(BaseLinears(shrunk.build(name)))
+    served = shrunk.build(name)
+    keep_text(served)  # as where it is loaded from files
+    executor = BaseExecutor(BaseLinears(served))
     try:
         service = SplitService(executor, Address(path=str(socket)))
         try:

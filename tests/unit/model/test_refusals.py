@@ -159,6 +159,6 @@ def test_fields_of_another_kind_are_said(tmp_path: Path) -> None:
 
 def test_a_package_that_transformers_lacks_is_named() -> None:
     said = "\nSomeWrapperModel requires the timm library but it was not found in your environment."
-    refused = pytest.raises(UnsupportedModel, match=r"gemma3n cannot be loaded: .*; use pip install timm")
-    with refused, refusing("gemma3n", "cannot be loaded"):
+    named = pytest.raises(UnsupportedModel, match=r"gemma3n cannot be loaded: .*; use pip install timm")
+    with named, refusing("gemma3n", "cannot be loaded"):
         raise ImportError(said)
