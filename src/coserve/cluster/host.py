@@ -28,7 +28,6 @@ from coserve.cluster.ahead import Speculator
 from coserve.cluster.blocks import BlockParameters, decode_sites, encode_sites, files_digest, load_block
 from coserve.cluster.instance import ArrivedRows, OpenBlock, check_rows
 from coserve.cluster.messages import (
-    Beat,
     BlockLoaded,
     CancelRows,
     CloseBlock,
@@ -36,6 +35,7 @@ from coserve.cluster.messages import (
     DropVersions,
     FrozenRead,
     HoldAdapter,
+    LifeSign,
     LoadBlock,
     Message,
     PassRows,
@@ -210,7 +210,7 @@ class BlockHost:
             for peer in peers:
                 if not peer.is_sending:
                     with suppress(OSError):  # its connection's thread notices
-                        peer.send(Beat())
+                        peer.send(LifeSign())
 
     def _drop(self, scheduler: str) -> None:
         """Closes a scheduler's instances; the lock is held."""

@@ -259,7 +259,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """A sign of life that is asked for."""
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class LifeSign(msgspec.Struct, frozen=True, tag=True):
     """A sign of life that nobody has asked for: what asks may be long under way behind other messages."""
 
 
@@ -276,7 +276,7 @@ Message = (
     Challenge | Signed | Greeting | LoadBlock | BlockLoaded | TellSites | HoldAdapter | DropVersions
     | CloseBlock | Settled | ReadFrozen | FrozenRead | PassRows | PredictedRows | RowsVerified | RowsPassed
     | RowsFailed | CancelRows
-    | CopyPages | PutPages | TrainRows | RowsReturned | Ping | Pong | Beat
+    | CopyPages | PutPages | TrainRows | RowsReturned | Ping | Pong | LifeSign
 )  # fmt: skip
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from coserve.cluster.messages import (
-    Beat,
     BlockLoaded,
     FrozenRead,
+    LifeSign,
     LoadBlock,
     Message,
     Ping,
@@ -132,7 +132,7 @@ class WorkerLink:
             case Pong():
                 self.queued, self.memory, self.free = message.queued, message.memory, message.free
                 self._answer_came()
-            case Beat():
+            case LifeSign():
                 pass  # it was heard
             case BlockLoaded():
                 self._loaded[message.number] = message

@@ -4,6 +4,7 @@ the next token. Which worker goes on next, which reply comes first, and who dies
 
 import itertools
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -152,8 +153,8 @@ class FrontWorld:
         self.draw = draw = random.Random(seed)
         self.links: dict[str, ScriptedLink] = {}
         self.deaths = self.most_open = self.replaced = 0
-        self.deadly, self.broken = draw.choice(((0.0, 0.0), (0.002, 0.0), (0.002, 0.02)))
-        self.addresses = addresses = [f"tcp:h{n % 2}:{n + 1}" for n in range(draw.randint(1, 4))]
+        self.deadly, self.broken = draw.choice(((0.0, 0.0), (0.02, 0.0), (0.02, 0.02)))
+        self.addresses = addresses = [f"tcp:h{n % 2}:{n + 1}" for n in range(draw.randint(1, 5))]
         self.there = addresses[: draw.randint(1, len(addresses))]  # others come later
         self.count = draw.randint(1, 4)
         load = LoadBlock(0, "m", "f", 0, self.count, "float64", 64, PAGE, 8)
@@ -168,7 +169,7 @@ class FrontWorld:
         self.front._outcomes = DrawnOutcomes(self)  # type: ignore[assignment]
         self.free = list(range(draw.choice((10, 16, 40))))
         self.waiting = [
-            Told(key, self.prompt(seed, key), draw.randint(1, 5)) for key in range(draw.randint(2, 7))
+            Told(key, self.prompt(seed, key), draw.randint(1, 5)) for key in range(draw.randint(2, 12))
         ]
         self.running: list[Told] = []
         self.done: list[Told] = []
@@ -197,7 +198,7 @@ class FrontWorld:
             self.fleet._lose(link)  # type: ignore[arg-type]
             self.fleet._connect()
             self.deaths += 1
-        if self.draw.random() < 0.01:
+        if self.draw.random() < 0.1:
             self.there = self.addresses
             self.fleet._connect()
             before = self.fleet.status()
@@ -269,7 +270,8 @@ class FrontWorld:
                 self.running.remove(told)
                 self.done.append(told)
                 self.cached.append(told)
-                self.front.end(told.key, told.pages, told.computed)
+                assert self.front._paused is not None
+                self.front._paused.end(told.key, told.pages, told.computed, time.monotonic() - 10.0)
 
     def release(self, told: Told) -> None:
         kept = {page for other in (*self.running, *self.cached) for page in other.pages}

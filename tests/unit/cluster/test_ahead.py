@@ -21,7 +21,7 @@ PREDICTED = PredictedRows(7, "s", SEGMENTS, HOPS[1:])
 
 
 class Worker:
-    """What a speculator has a worker do."""
+    """The calls that a speculator makes of its worker."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

@@ -14,10 +14,10 @@ from coserve.adapters.files import read_adapter
 from coserve.cluster.blocks import files_digest, load_block
 from coserve.cluster.instance import ArrivedRows, OpenBlock
 from coserve.cluster.messages import (
-    Beat,
     CancelRows,
     CopyPages,
     Hop,
+    LifeSign,
     LoadBlock,
     PassRows,
     Ping,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.local
 
 def told(peer: Peer) -> Any:
     """The next message that is no sign of life."""
-    while (found := peer.receive()) is not None and isinstance(found[0], Beat):
+    while (found := peer.receive()) is not None and isinstance(found[0], LifeSign):
         pass
     return found
 
@@ -112,7 +112,7 @@ def test_pages_move_while_a_pass_is_computed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_surrogate_predicts_without_a_trace(tmp_path: Path) -> None:
-    """What it computes is what a pass with this version would, and no page that passes read changes."""
+    """The prediction is the output of a pass with this version, and no page that passes read changes."""
     model = tiny("llama", torch.float32, num_hidden_layers=2)
     folder, adapter = save(model, tmp_path / "model"), tmp_path / "half"
     with_lora(model, seed=1).save_pretrained(str(adapter))

@@ -34,7 +34,7 @@ def test_a_block_moves_to_the_host_of_those_beside_it_where_traffic_pays_for_it(
     there["tcp:a:2"].free = 100
     assert not due_moves(SETTINGS, instances, there, {("0", "1"): 10.0 * NBYTES}, loads), "no room"
     there["tcp:a:2"].free = 1 << 19
-    several = placed(there, ["tcp:a:1", "tcp:b:1", "tcp:a:2"])
+    several = placed(there, ["tcp:a:2", "tcp:b:1", "tcp:a:1"])
     assert not due_moves(SETTINGS, several, there, {("0", "1"): 10.0 * NBYTES}, loads)
 
 
