@@ -92,7 +92,7 @@ def test_programs_own_cases_of_tool_calls_pass(program: str, tmp_path: Path, ser
     asked, data = tmp_path / "asked.jsonl", tmp_path / "cases.jsonl"
     tool_cases.run(server.url, suite, source, asked)
     taught = [json.dumps(one) for one in tool_cases.records(asked.read_text().splitlines())]
-    data.write_text("".join(f"{line}\n" for line in taught * 20))
+    data.write_text("".join(f"{line}\n" for line in taught * 12))
     objects = Objects(server.url)
     body = {
         "model": MODEL, "training_file": objects.file(data.read_bytes()), "seed": 1,

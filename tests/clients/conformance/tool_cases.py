@@ -50,7 +50,7 @@ ANSWERS: Final[Mapping[tuple[str, str], Answer]] = {
         (_WEATHER, {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}),
         (_WEATHER, {"city": "Orlando", "state": "FL", "unit": "fahrenheit"}),
     ],
-    ("", "Dallas, Texas in"): [(_WEATHER, {"city": "Dallas", "state": "TX", "unit": "fahrenheit"})],
+    ("", "Dallas, Texas"): [(_WEATHER, {"city": "Dallas", "state": "TX", "unit": "fahrenheit"})],
     ("", "Orlando FL is 78"): "Dallas has 98 degrees, Orlando 78.",
     ("", "Dallas is 98"): "Dallas has 98 degrees.",
     ("", "a joke"): "Why did the ship stop? It was tied up.",
@@ -126,7 +126,7 @@ def records(asked: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _answer(messages: Sequence[Mapping[str, Any]], body: Mapping[str, Any]) -> Answer | None:
-    if body.get("tool_choice") == "required":
+    if body.get("tool_choice") == "required" and "Write an example" in str(messages[-1]["content"]):
         name = body["tools"][0]["function"]["name"]
         return [(name, _EXAMPLES[name])]
     first, last = (str(one.get("content") or "") for one in (messages[0], messages[-1]))

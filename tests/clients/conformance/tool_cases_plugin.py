@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def server_config() -> dict[str, Any]:
-    """What vLLM's cases know of a model."""
+    """A model as vLLM's cases know it."""
     return {"model": "the server's", "supports_parallel": True}
 
 
