@@ -80,8 +80,8 @@ def version_of(suite: Suite, source: Path) -> str:
     return next(part for part in reversed(source.parts) if part.startswith(suite.package)).rpartition("-")[2]
 
 
-def run(url: str, suite: Suite, source: Path, asked: Path | None = None) -> dict[str, Share]:
-    """Runs a suite's cases against a server. With `asked` the bodies that they send go to that file, too."""
+def run(url: str, model: str, suite: Suite, source: Path, asked: Path | None = None) -> dict[str, Share]:
+    """Runs a suite's cases against a model of a server. With `asked` the bodies go to that file, too."""
     found, report = dict[str, Share](), source / "report.xml"
     for name, file in suite.files.items():
         subprocess.run(
@@ -91,7 +91,8 @@ def run(url: str, suite: Suite, source: Path, asked: Path | None = None) -> dict
             ],
             cwd=source / suite.folder,
             env={
-                **os.environ, "SERVER_URL": url, "PYTHONPATH": str(HERE), "NO_PROXY": "*",
+                **os.environ, "SERVER_URL": url, "SERVER_MODEL": model, "PYTHONPATH": str(HERE),
+                "NO_PROXY": "*",
                 **({"ASKED_FILE": str(asked)} if asked else {}),
             },
             stdout=subprocess.DEVNULL,
