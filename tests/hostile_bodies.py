@@ -214,7 +214,7 @@ def _beside(draw: random.Random, nbytes: int) -> tuple[str, Any]:
     names, many = ["x" * draw.choice([1, 900])] * (nbytes // 900), {f"{n}": "x" for n in range(nbytes // 12)}
     entries = [{"item": {"x": "a"}, "sample": {"output_text": "b" * 90}}] * draw.choice([1000, nbytes // 150])
     source = {"type": "jsonl", "source": {"type": "file_content", "content": entries}}
-    graded = {"type": "reinforcement", "reinforcement": {"grader": grader(draw, nbytes)}}
+    graded = {"type": "reinforcement", "reinforcement": {"grader": grader(draw, nbytes // 2_500)}}
     return draw.choice([
         (f"{RESPONSES}/compact", asked), (f"{RESPONSES}/input_tokens", asked),
         (f"{CONVERSATIONS}/conv_x/items", asked), (f"{CONVERSATIONS}/conv_x", {"metadata": many}),

@@ -55,7 +55,7 @@ NOT_RUN: Final = {
 }
 # Blocks that take more than a few seconds: engines that start, or plans of whole models.
 SLOW: Final = {
-    "README-4", "first-adapter-4", "from-peft-1", "from-peft-2", "from-unsloth-1", "from-vllm-1",
+    "README-4", "first-adapter-4", "from-peft-1", "from-peft-2", "from-unsloth-1", "from-vllm-1", "gguf-1",
     "memory-1", "monitoring-1", "monitoring-3", "monitoring-4", "monitoring-5", "monitoring-6",
     "monitoring-7", "operating-5", "operating-7", "pipeline-parallel-1", "pipeline-parallel-2",
     "policies-1", "policies-2", "privacy-1", "replicas-2", "simulate-1", "simulate-2", "simulate-3",

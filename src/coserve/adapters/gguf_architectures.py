@@ -11,7 +11,7 @@ from coserve.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class GgufArchitecture:
     """`name` of an architecture of GGUF. Where `turns`, rows of the projections of queries and keys are in
     another order there, as llama.cpp rotates neighbours and transformers halves. Where `centred`, norms of
     transformers hold the difference from 1. `whole` models are written where another program reads the file
@@ -24,16 +24,16 @@ class Architecture:
 
 
 # By transformers' type of models: those whose linears have one tensor each in both.
-ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType({
-    "llama": Architecture("LLAMA", turns=True, whole=True),
-    "mistral": Architecture("LLAMA", turns=True, whole=True),
-    "smollm3": Architecture("SMOLLM3", turns=True),
-    "granite": Architecture("GRANITE", turns=True),
-    "qwen2": Architecture("QWEN2", whole=True),
-    "qwen3": Architecture("QWEN3", whole=True),
-    "olmo2": Architecture("OLMO2"),
-    "gemma2": Architecture("GEMMA2", centred=True, whole=True),
-    "gemma3_text": Architecture("GEMMA3", centred=True, whole=True),
+ARCHITECTURES: Final[Mapping[str, GgufArchitecture]] = MappingProxyType({
+    "llama": GgufArchitecture("LLAMA", turns=True, whole=True),
+    "mistral": GgufArchitecture("LLAMA", turns=True, whole=True),
+    "smollm3": GgufArchitecture("SMOLLM3", turns=True),
+    "granite": GgufArchitecture("GRANITE", turns=True),
+    "qwen2": GgufArchitecture("QWEN2", whole=True),
+    "qwen3": GgufArchitecture("QWEN3", whole=True),
+    "olmo2": GgufArchitecture("OLMO2"),
+    "gemma2": GgufArchitecture("GEMMA2", centred=True, whole=True),
+    "gemma3_text": GgufArchitecture("GEMMA3", centred=True, whole=True),
 })  # fmt: skip
 
 

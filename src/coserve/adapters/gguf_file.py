@@ -10,7 +10,7 @@ import torch
 
 from coserve.adapters.bypass import Bypass, Side
 from coserve.adapters.files import read_adapter
-from coserve.adapters.gguf_architectures import ARCHITECTURES, Architecture, library, turned
+from coserve.adapters.gguf_architectures import ARCHITECTURES, GgufArchitecture, library, turned
 from coserve.adapters.lowrank import LoRABypass, is_lora
 from coserve.adapters.merge import WholeModel
 from coserve.adapters.text_part import auto_class
@@ -69,7 +69,9 @@ def _plain(path: str, side: Side, bypass: Bypass, is_second: bool) -> LoRABypass
     return bypass
 
 
-def _names(gguf: ModuleType, kind: Architecture, config: Any, paths: Mapping[str, object]) -> dict[str, str]:
+def _names(
+    gguf: ModuleType, kind: GgufArchitecture, config: Any, paths: Mapping[str, object]
+) -> dict[str, str]:
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.name], config.num_hidden_layers)
     names = {path: table.get_name(f"{path}.weight", try_suffixes=(".weight",)) for path in paths}
     for path, name in names.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coserve.adapters.gguf_architectures import ARCHITECTURES, Architecture, library, turned
+from coserve.adapters.gguf_architectures import ARCHITECTURES, GgufArchitecture, library, turned
 from coserve.adapters.gguf_vocabulary import add_vocabulary
 from coserve.adapters.merge import merged_model
 from coserve.errors import AdapterError, ConfigError
@@ -99,7 +99,7 @@ def _type(gguf: ModuleType, tensor: Tensor, outtype: str) -> Any:
     return types[outtype.upper()]
 
 
-def _tensors(model: PreTrainedModel, gguf: ModuleType, kind: Architecture) -> dict[str, Tensor]:
+def _tensors(model: PreTrainedModel, gguf: ModuleType, kind: GgufArchitecture) -> dict[str, Tensor]:
     """The model's tensors as GGUF has them, by their names there."""
     config = model.config
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.name], config.num_hidden_layers)
@@ -119,7 +119,7 @@ def _tensors(model: PreTrainedModel, gguf: ModuleType, kind: Architecture) -> di
     return found
 
 
-def _add_fields(writer: Any, gguf: ModuleType, kind: Architecture, config: Any) -> None:
+def _add_fields(writer: Any, gguf: ModuleType, kind: GgufArchitecture, config: Any) -> None:
     """Adds what llama.cpp reads of a model's configuration. Raises AdapterError for what it would compute
     otherwise."""
     length, window = config.max_position_embeddings, getattr(config, "sliding_window", None)
@@ -156,8 +156,8 @@ def _add_fields(writer: Any, gguf: ModuleType, kind: Architecture, config: Any) 
         )
 
 
-def _otherwise(kind: Architecture, config: Any, width: int) -> Iterator[str]:
-    """What of a configuration llama.cpp takes for granted to be otherwise."""
+def _otherwise(kind: GgufArchitecture, config: Any, width: int) -> Iterator[str]:
+    """Those settings of a configuration that llama.cpp takes to be otherwise, each in words."""
     rope = config.rope_parameters
     types = {one["rope_type"] for one in (rope.values() if "full_attention" in rope else [rope])}
     known = {"default", "linear", "llama3"} - ({"llama3"} if kind.name in _PATTERN else set())

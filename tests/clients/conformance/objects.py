@@ -4,7 +4,6 @@ import hashlib
 import json
 import time
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -150,13 +149,6 @@ class Objects:
         id = str(self.made("/fine_tuning/jobs", body)["id"])
         found = self._ended(f"/fine_tuning/jobs/{id}", "succeeded", "failed", patience=20 * PATIENCE)
         return str(found["fine_tuned_model"])
-
-    def downloaded(self, adapter: str, folder: Path) -> Path:
-        """The folder, with the files of an adapter."""
-        folder.mkdir()
-        for part, file in (("config", "adapter_config.json"), ("weights", "adapter_model.safetensors")):
-            (folder / file).write_bytes(self._http.get(f"/adapters/{adapter}/{part}").read())
-        return folder
 
     @cached_property
     def checkpoint(self) -> str:

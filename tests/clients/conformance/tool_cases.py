@@ -50,7 +50,7 @@ ANSWERS: Final[Mapping[tuple[str, str], Answer]] = {
         (_WEATHER, {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}),
         (_WEATHER, {"city": "Orlando", "state": "FL", "unit": "fahrenheit"}),
     ],
-    ("", "Dallas, Texas in"): [(_WEATHER, {"city": "Dallas", "state": "TX", "unit": "fahrenheit"})],
+    ("", "Dallas, Texas"): [(_WEATHER, {"city": "Dallas", "state": "TX", "unit": "fahrenheit"})],
     ("", "Orlando FL is 78"): "Dallas has 98 degrees, Orlando 78.",
     ("", "Dallas is 98"): "Dallas has 98 degrees.",
     ("", "a joke"): "Why did the ship stop? It was tied up.",
@@ -80,8 +80,8 @@ def version_of(suite: Suite, source: Path) -> str:
     return next(part for part in reversed(source.parts) if part.startswith(suite.package)).rpartition("-")[2]
 
 
-def run(url: str, suite: Suite, source: Path, asked: Path | None = None) -> dict[str, Share]:
-    """Runs a suite's cases against a server. With `asked` the bodies that they send go to that file, too."""
+def run(url: str, model: str, suite: Suite, source: Path, asked: Path | None = None) -> dict[str, Share]:
+    """Runs a suite's cases against a model of a server. With `asked` the bodies go to that file, too."""
     found, report = dict[str, Share](), source / "report.xml"
     for name, file in suite.files.items():
         subprocess.run(
@@ -91,7 +91,8 @@ def run(url: str, suite: Suite, source: Path, asked: Path | None = None) -> dict
             ],
             cwd=source / suite.folder,
             env={
-                **os.environ, "SERVER_URL": url, "PYTHONPATH": str(HERE), "NO_PROXY": "*",
+                **os.environ, "SERVER_URL": url, "SERVER_MODEL": model, "PYTHONPATH": str(HERE),
+                "NO_PROXY": "*",
                 **({"ASKED_FILE": str(asked)} if asked else {}),
             },
             stdout=subprocess.DEVNULL,
@@ -126,7 +127,7 @@ def records(asked: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _answer(messages: Sequence[Mapping[str, Any]], body: Mapping[str, Any]) -> Answer | None:
-    if body.get("tool_choice") == "required":
+    if body.get("tool_choice") == "required" and "Write an example" in str(messages[-1]["content"]):
         name = body["tools"][0]["function"]["name"]
         return [(name, _EXAMPLES[name])]
     first, last = (str(one.get("content") or "") for one in (messages[0], messages[-1]))

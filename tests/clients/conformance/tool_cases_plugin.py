@@ -2,7 +2,8 @@
 in place of one that they would start. It runs in the clients' environment, without coserve.
 
 Their cases name many models of a hub, of which a server has one: those that then ask the same run once. With
-$ASKED_FILE the bodies of requests are added to that file, a line each.
+$ASKED_FILE the bodies of requests are added to that file, a line each. $SERVER_MODEL is the model that is
+asked, at a temperature of 0 unless a case says otherwise.
 """
 
 import json
@@ -12,13 +13,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import openai
 import pytest
 import pytest_asyncio
 
-URL = os.environ["SERVER_URL"]
+URL, MODEL = os.environ["SERVER_URL"], os.environ["SERVER_MODEL"]
 # Parameters of llama.cpp's cases that choose a model or its chat template.
 _OF_MODELS = frozenset({"hf_repo", "template_override", "template_name", "n_predict", "result_override"})
 PATIENCE = 600.0  # seconds of one request
@@ -42,14 +44,13 @@ def pytest_configure() -> None:
     import utils  # llama.cpp's
 
     address, own = httpx.URL(URL), utils.ServerProcess.make_request
-    model = httpx.get(f"{URL}/v1/models", trust_env=False).json()["data"][0]["id"]
 
     def start(self: Any, *_: object, **__: object) -> None:
         self.server_host, self.server_port = address.host, address.port
 
     def with_model(self: Any, method: str, path: str, data: Any = None, *rest: Any, **more: Any) -> Any:
         if data is not None:
-            data = {"model": model, **data}  # which llama.cpp's server does not ask for
+            data = {"model": MODEL, "temperature": 0, **data}  # llama.cpp's server needs no name
             _note(json.dumps(data))
         return own(self, method, path, data, *rest, **{**more, "timeout": PATIENCE})
 
@@ -59,7 +60,7 @@ def pytest_configure() -> None:
         stream = utils.ServerProcess.make_stream_request
 
         def streamed(self: Any, method: str, path: str, data: Any = None, *rest: Any) -> Iterator[Any]:
-            data = {"model": model, **(data or {})}
+            data = {"model": MODEL, "temperature": 0, **(data or {})}
             _note(json.dumps(data))
             return iter(stream(self, method, path, data, *rest))
 
@@ -82,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def server_config() -> dict[str, Any]:
-    """What vLLM's cases know of a model."""
+    """A model as vLLM's cases know it."""
     return {"model": "the server's", "supports_parallel": True}
 
 
@@ -96,4 +97,7 @@ async def client() -> AsyncIterator[openai.AsyncOpenAI]:
 
     http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [noted]}, trust_env=False, timeout=PATIENCE)
     async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="any", http_client=http) as made:
+        listed = await made.models.list()
+        listed.data.sort(key=lambda one: one.id != MODEL)  # the cases ask the first
+        made.models.list = AsyncMock(return_value=listed)  # type: ignore[method-assign]
         yield made
