@@ -79,9 +79,7 @@ async def send(caller: Caller, path: str, body: dict[str, Any]) -> Any:
 def test_after_each_refusal_the_next_command_runs_at_once(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        handover, "STEPS", 1_000_000
-    )  # no state is kept beside the commands
+    monkeypatch.setattr(handover, "STEPS", 1_000_000)  # no state is kept beside the commands
 
     async def story(world: World) -> None:
         caller, draws, number, refusals = Caller(world), random.Random(49), 0, 0
