@@ -25,7 +25,6 @@ from coserve.adapters.files import WEIGHTS, write_adapter
 from coserve.adapters.methods.lora import LoRAConfig
 from coserve.adapters.saved import PREFIX
 from coserve.adapters.settings import settings_of
-from coserve.adapters.text_part import keep_text
 from coserve.config import EngineConfig
 from coserve.core.request import SamplingParams
 from coserve.engine.completion import Completion
@@ -312,9 +311,7 @@ def _streamed(name: str, texts: list[Tokens], folder: Path) -> float:
 
 def _split(name: str, oracle: PreTrainedModel, texts: list[Tokens], socket: Path) -> float:
     """As `answer_error`, of a base whose linears an executor of this process computes."""
-    served = shrunk.build(name)
-    keep_text(served)  # as where it is loaded from files
-    executor = BaseExecutor(BaseLinears(served))
+    executor = BaseExecutor(BaseLinears(shrunk.build(name)))
     try:
         service = SplitService(executor, Address(path=str(socket)))
         try:
