@@ -93,7 +93,7 @@ def test_programs_own_cases_of_tool_calls_pass(program: str, tmp_path: Path, ser
     objects = Objects(server.url)
     body = {
         "model": MODEL, "training_file": objects.file(data.read_bytes()), "seed": 1,
-        "hyperparameters": {"n_epochs": 4, "batch_size": 8},
+        "hyperparameters": {"n_epochs": 8, "batch_size": 8},
         "peft": {"r": 16, "target_modules": TAUGHT}, "optimizer": {"learning_rate": 3e-3},
     }  # fmt: skip
     shares = tool_cases.run(server.url, objects.trained(body), suite, source)

@@ -40,7 +40,7 @@ SUITES: Final[Mapping[str, Suite]] = {
     }, ("--noconftest", "--asyncio-mode=auto")),
     "llama.cpp": Suite("llama_cpp_python", "vendor/llama.cpp", "tools/server/tests", {
         "tool calls": "unit/test_tool_call.py",
-    }),
+    }, ("--noconftest",)),
 }  # fmt: skip
 _WEATHER: Final = "get_current_weather"
 Answer = str | Sequence[tuple[str, Mapping[str, Any]]]  # a text, or calls by name with arguments

@@ -112,7 +112,7 @@ OTHERS = pytest.mark.slow
         pytest.param("qwen3", {}, marks=OTHERS),
         pytest.param("mistral", {"sliding_window": None}, marks=OTHERS),
         pytest.param("gemma2", {"head_dim": 16, "num_hidden_layers": 4}, marks=OTHERS),
-        ("gemma3_text", {"num_hidden_layers": 7, "query_pre_attn_scalar": 16}),
+        pytest.param("gemma3_text", {"num_hidden_layers": 7, "query_pre_attn_scalar": 16}, marks=OTHERS),
     ],
 )
 def test_transformers_reads_the_same_model(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
