@@ -43,14 +43,14 @@ build/clients/.installed: tests/clients/requirements.txt tests/clients/constrain
 	build/clients/bin/pip install --quiet -c tests/clients/constraints.txt -r tests/clients/requirements.txt
 	@touch $@
 
-# The clients' sources have their tests, which wheels do not. That of llama-cpp-python has llama.cpp's; vLLM's
-# has to be fetched by hand, as pip would make its metadata, for which it needs torch and more.
+# The clients' sources have their tests, which wheels do not. Those of llama.cpp (in llama-cpp-python's) and of vLLM
+# are for hand-made runs: put them into build/conformance/sources.
 build/conformance/.installed: tests/clients/conformance-requirements.txt tests/clients/conformance-constraints.txt
 	$(PYTHON) -m venv build/conformance
 	build/conformance/bin/pip install --quiet -c tests/clients/conformance-constraints.txt \
 		-r tests/clients/conformance-requirements.txt
 	build/conformance/bin/pip download --quiet --no-binary :all: --no-deps --dest build/conformance/sources \
-		openai==3.52.0 anthropic==2.14.0 llama-cpp-python==0.3.36
+		openai==3.52.0 anthropic==2.14.0
 	@touch $@
 
 # Files of deploy/ against the schemas of compose and Kubernetes, and by linters, in an environment of their own.

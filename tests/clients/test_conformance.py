@@ -82,10 +82,10 @@ def test_open_responses_cases_pass(tmp_path: Path, server: Server) -> None:
 @pytest.mark.clients
 @pytest.mark.parametrize("program", tool_cases.SUITES)
 def test_programs_own_cases_of_tool_calls_pass(program: str, tmp_path: Path, server: Server) -> None:
-    """Of an adapter that was taught what they ask."""
+    """Of an adapter that was taught what they ask. For runs by hand: their sources are not fetched."""
     suite = tool_cases.SUITES[program]
     if not (ENVIRONMENT / "bin" / "python").exists() or (source := tool_cases.folder_of(suite)) is None:
-        pytest.skip("make clients fetches the sources")
+        pytest.skip(f"the source of {suite.package} is not in build/conformance/sources")
     asked, data = tmp_path / "asked.jsonl", tmp_path / "cases.jsonl"
     tool_cases.run(server.url, MODEL, suite, source, asked)
     taught = [json.dumps(one) for one in tool_cases.records(asked.read_text().splitlines())]
