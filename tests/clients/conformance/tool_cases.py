@@ -64,7 +64,7 @@ _EXAMPLES: Final = {"test": {"success": True}, "python": {"code": "print(1)"}}  
 
 
 def folder_of(suite: Suite) -> Path | None:
-    """The folder of the suite's source, below $CONFORMANCE, else where `make clients` has its sources; None where
+    """The folder of the suite's source, below $CONFORMANCE, else where `make clients` has sources; None where
     it is not there."""
     below = Path(os.environ.get("CONFORMANCE") or ENVIRONMENT / "sources")
     for archive in below.glob(f"{suite.package}-*.tar.gz"):
