@@ -102,7 +102,7 @@ def refused(name: str, **changes: object) -> str:
 def test_recurrent_models_with_states_of_their_own_are_refused() -> None:
     """States are refused that layers hand on by other means than a cache of such states."""
     sentence = refused("rwkv", attention_hidden_size=64, context_length=64)
-    assert sentence.startswith("rwkv cannot be driven: transformers' code for it fails")
+    assert sentence.startswith("rwkv is not supported: it mixes each row with the one before")
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:

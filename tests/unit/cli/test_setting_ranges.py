@@ -55,6 +55,7 @@ RANGES: Final = {
         "cluster_copies": (0, 1, 64, 65),
         "cluster_queue": _LIMIT,
         "cluster_idle": _FROM_0,
+        "cluster_speculation": (-0.01, 0.0, 1.0, 1.01),
         "cache_tokens": _COUNT,
         "max_running": _COUNT,
         "page_size": _COUNT,
