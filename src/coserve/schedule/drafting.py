@@ -29,7 +29,8 @@ def add_drafts(
 ) -> PlanBuilder:
     """The step of `builder`, which has decode rows alone, with drafts where they pay. With them it takes
     `limit` seconds at most, nobody is preempted, and rows are as many as memory is reserved for."""
-    proposed = {one.key: its for one in builder.answering if (its := propose(one, queues))}
+    answering = builder.answering if has_drafts(queues) else ()
+    proposed = {one.key: its for one in answering if (its := propose(one, queues))}
     if not proposed:
         return builder
     rows, longest = len(builder.inference), limit()
@@ -46,6 +47,11 @@ def add_drafts(
             return drafted
         most //= 2
     return builder
+
+
+def has_drafts(queues: RequestQueues) -> bool:
+    """Tells whether some base's answers may have drafts."""
+    return any([queues.caches[base].config.speculation is not None for base in queues.caches])
 
 
 def propose(sequence: Sequence, queues: RequestQueues) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Open requests: from submission to the end of their answers."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import zip_longest
 
 from coserve.core.events import Event, Finished, RequestFailed, TokenEvent
@@ -190,11 +189,12 @@ class OpenRequests:
         now: float,
     ) -> list[TokenEvent]:
         """Records a segment that ran; ends the sequence with the last token of its answer."""
-        end = segment.start + segment.known
+        known = segment.length - len(segment.drafts)
+        end = segment.start + known
         self._stats.recomputed_tokens += max(min(end, sequence.reached) - segment.start, 0)
         sequence.template = None  # it has been copied, and may change hands
         events = record(sequence, segment, result.sampled.get(sequence.key), now, cache.config)
-        if segment.known == 1:
+        if known == 1:
             self._stats.decode_tokens += max(len(events), 1)
         else:
             self._stats.prefill_tokens += segment.length
@@ -234,36 +234,33 @@ def record(
 
     Returns an event for each, or one without a token where there is a score to report.
     """
-    end = segment.start + segment.known
-    ends = end == len(sequence.request.prompt) + len(sequence.output)
+    request, known = sequence.request, segment.length - len(segment.drafts)
+    ends = segment.start + known == len(request.prompt) + len(sequence.output)
     sequence.under_way -= 1
     if sampled is None:
         assert not ends, f"sequence {sequence.key} ran to its end and no token was sampled"
         return []
     assert ends == bool(sampled.tokens), "tokens follow the last one known, and only that"
-    event = TokenEvent(
-        sequence.key, sequence.request.id, None, prompt_logprobs=_fresh(sequence, segment, sampled)
-    )
-    if sequence.request.sampling.max_tokens == 0:  # the prompt was to be read, without an answer
-        if not (event.prompt_logprobs or ends or sampled.pooled):
+    scored = _fresh(sequence, segment, sampled) if request.sampling.prompt_logprobs is not None else ()
+    if request.sampling.max_tokens == 0:  # the prompt was to be read, without an answer
+        if not (scored or ends or sampled.pooled):
             return []
-        reason = stop_reason(sequence, config, end)
         pooled, restarts = sampled.pooled, segment.start == 0
-        return [replace(event, pooled=pooled, restarts=restarts, finish_reason=reason)]
+        reason = stop_reason(sequence, config, segment.start + known)
+        return [TokenEvent(sequence.key, request.id, None, None, scored, reason, 0, pooled, restarts)]
     if not sampled.tokens:
-        return [event] if event.prompt_logprobs else []
+        return [TokenEvent(sequence.key, request.id, None, None, scored)] if scored else []
     sequence.unsampled -= 1
     events = list[TokenEvent]()
     for token, logprobs in zip_longest(sampled.tokens, sampled.logprobs):
         _append(sequence, token, now)
-        reason, cached = stop_reason(sequence, config), sequence.cached if len(sequence.output) == 1 else 0
-        events.append(
-            replace(event, token=token, logprobs=logprobs, finish_reason=reason, cached=cached or 0)
-        )
-        event = replace(event, prompt_logprobs=())
+        reason = stop_reason(sequence, config)
+        cached = sequence.cached or 0 if len(sequence.output) == 1 else 0
+        events.append(TokenEvent(sequence.key, request.id, token, logprobs, scored, reason, cached))
         if reason is not None:
             break
-    if sequence.lookup is not None and segment.drafts:
+        scored = ()
+    if segment.drafts and sequence.lookup is not None:
         sequence.lookup.learn(len(segment.drafts), len(sampled.tokens) - 1)
         if sequence.pages:  # else a later plan has preempted it, with the first row computed
             sequence.computed += len(events) - 1

@@ -19,7 +19,7 @@ from coserve.errors import OffloadFailed
 from coserve.schedule.background import BackgroundTurns, make_way
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.cost import CostModel
-from coserve.schedule.drafting import add_drafts, awaits_drafts
+from coserve.schedule.drafting import add_drafts, awaits_drafts, has_drafts
 from coserve.schedule.features import StepFeatures
 from coserve.schedule.newcomers import LATELY, decoding, is_new, step_limit
 from coserve.schedule.offloading import OffloadTurns
@@ -238,11 +238,9 @@ class Scheduler:
         """Adds a row for each sequence with only its newest token to compute, but those that rest. Returns
         the bases of which this preempted a sequence."""
         closed = set[str]()
-        running = [
-            sequence
-            for sequence in self._queues.running
-            if sequence.key not in resting and not awaits_drafts(sequence, self._queues)
-        ]
+        running = [sequence for sequence in self._queues.running if sequence.key not in resting]
+        if has_drafts(self._queues):
+            running = [sequence for sequence in running if not awaits_drafts(sequence, self._queues)]
         for sequence in decoding(running, self.cost, self.config):
             before = self.stats.preemptions
             if sequence.pages and self._queues.grow(sequence, builder.now):  # else it was preempted

@@ -62,7 +62,7 @@ def announce(
 def note_planned(sequence: Sequence, segment: InferenceSegment, expected_at: float) -> None:
     """Counts a launched segment as done, but for its drafts; its token is expected at `expected_at`."""
     sequence.under_way += 1
-    sequence.computed += segment.known
+    sequence.computed += segment.length - len(segment.drafts)
     if sequence.lookup is not None:
         sequence.lookup.under_way = len(segment.drafts)
     request = sequence.request

@@ -81,8 +81,8 @@ def test_a_wrong_model_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_is_the_generators() -> None:
-    """Every type that transformers knows now is on it, and none has a fault but one: transformers' own float32
-    of a quantized MiniMax is 3.6e-05 from its float64, and ours 3.5e-05."""
+    """Every type that transformers knows now is on it, and none has a fault but one: transformers' own
+    float32 of a quantized MiniMax is 3.6e-05 from its float64, and ours 3.5e-05."""
     found = json.loads((ROOT / "docs/results/models.json").read_text())
     assert found["types"].keys() == set(NAMES)
     page = (ROOT / "docs/models.md").read_text()

@@ -165,7 +165,7 @@ def test_statistics_count_what_happened() -> None:
     assert after.cost_error > 0
     counted = engine.scheduler.stats
     same = {name for name in after.__struct_fields__ if hasattr(counted, name)}
-    assert len(same) == 19 and all(getattr(after, name) == getattr(counted, name) for name in same)
+    assert len(same) == 22 and all(getattr(after, name) == getattr(counted, name) for name in same)
 
 
 def test_a_request_that_is_made_already(engine: Engine) -> None:
