@@ -453,6 +453,7 @@ def test_errors_come_as_statuses_and_as_events(play: Play) -> None:
     async def story(world: World) -> None:
         with pytest.raises(openai.NotFoundError):
             await world.client().responses.create(model="gpt", input="x")
+        world.engine.step_seconds = 0.02  # the tokens before have come when it crashes
         world.engine.fatal = lambda request, place: place == 2
         events = await streamed(world)
         last = events[-1]
