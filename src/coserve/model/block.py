@@ -104,15 +104,15 @@ class Block(ModelPart):
 
     `path` is its name in the model, `module` the layer, `returns` the number of outputs that this model's
     layers have in a tuple, the hidden state first (0: no tuple; set once that is known), `streams` the number
-    of hidden states that it has, one behind the other in a dimension of their own (Gemma 3n; side by side
-    everywhere else), `shortcut` a faster way to the same output, which gives None where it does not lead
+    of hidden states that it has, in a dimension of their own, `streams_at` (Gemma 3n's first, hy_v4's third;
+    side by side everywhere else), `shortcut` a faster way to the same output, which gives None where it does not lead
     there.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__()
         self.path, self.module = path, module
-        self.returns, self.streams = 0, 1
+        self.returns, self.streams, self.streams_at = 0, 1, 0
         self.shortcut: Callable[[Tensor, Call], Tensor | None] | None = None
         self._forward: Callable[..., Any] = module.forward
         self._answer: Callable[[Tensor, Call], Tensor] | None = None
@@ -151,14 +151,21 @@ class Block(ModelPart):
         return (out, *[NOTHING] * (self.returns - 1)) if self.returns else out
 
     def _apart(self, hidden: Tensor) -> Tensor:
-        return hidden if self.streams == 1 else torch.stack(hidden.chunk(self.streams, -1))
+        if self.streams == 1:
+            return hidden
+        return torch.stack(hidden.chunk(self.streams, -1), self.streams_at)
 
 
 def hidden_of(out: Any) -> Tensor:
     """The hidden state [1, rows, width] that a layer returns, several side by side."""
     hidden = out[0] if isinstance(out, tuple | list) else out
     assert isinstance(hidden, Tensor)
-    return hidden if hidden.ndim == 3 else hidden.movedim(0, -2).flatten(-2)
+    return hidden if hidden.ndim == 3 else hidden.movedim(place_of_streams(hidden), -2).flatten(-2)
+
+
+def place_of_streams(hidden: Tensor) -> int:
+    """The dimension of several hidden states: of [streams, 1, rows, width] or [1, rows, streams, width]."""
+    return 0 if len(hidden) > 1 else 2
 
 
 class Ends(ModelPart):

@@ -155,7 +155,7 @@ def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[N
     a block at the latest when the pass comes to it."""
     masks = Masks(base.model.config.model_type)
     for block in base.chain:
-        block.returns, block.streams = own.returns, own.streams
+        block.returns, block.streams, block.streams_at = own.returns, own.streams, own.streams_at
     _fit(base, masks, placed)
     _tell_positions(base)
     find_shortcuts = find_native_layers if base.device.type == "cpu" else find_fused_layers

@@ -30,7 +30,7 @@ from coserve.errors import UnsupportedModel
 from coserve.kernels.attention import AttentionSpec, attend
 from coserve.model.base import Base, is_without_data
 from coserve.model.batch import BatchPart, FusedRows, LayerCalls
-from coserve.model.block import hidden_of
+from coserve.model.block import hidden_of, place_of_streams
 from coserve.model.legacy_recurrence import keeps_states
 from coserve.model.lockstep import in_lockstep
 from coserve.model.masks import Masks
@@ -51,7 +51,7 @@ class Own:
     """Results of the model's own forward on each of the probe's prompts: `hidden` [1, rows, width] behind
     each layer, `logits` [rows, vocabulary], and its routers' choices. `returns` is the number of
     outputs of its layers, 0 where that is the hidden state alone, in no tuple, `streams` that
-    of its hidden states."""
+    of its hidden states, in dimension `streams_at`."""
 
     prompts: list[Tensor]
     hidden: list[list[Tensor]]
@@ -59,6 +59,7 @@ class Own:
     choices: list[list[Tensor]]
     returns: int
     streams: int
+    streams_at: int
 
 
 def draw(base: Base, *lengths: int) -> list[Tensor]:
@@ -116,7 +117,7 @@ def own_forward(base: Base) -> Own:
         [torch.cat([part.logits for part in own]) for own in parts],
         [[torch.cat(rows) for rows in zip(*(part.choices for part in own), strict=True)] for own in parts],
         returns,
-        len(hidden) if hidden.ndim == 4 else 1,
+        *((hidden.shape[at := place_of_streams(hidden)], at) if hidden.ndim == 4 else (1, 0)),
     )
 
 
