@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import random
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
         "PATH": os.pathsep.join([scripts, os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1",
     }
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     sys.path.append(str(ROOT))
     ray.init(
         address="local",
@@ -55,6 +55,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
         logging_level="error",
     )
     try:
+        port = _free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         from deploy.ray_serve import Replica
 
@@ -65,6 +66,14 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
         serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _free_port() -> int:
+    """A port that neither the system nor Ray's own processes hand out while Ray Serve starts."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port is free")
 
 
 def servers(state: Path) -> list[str]:
