@@ -123,7 +123,7 @@ def test_a_stage_goes_on_with_the_next_plan_while_another_stands(engine: Engine)
     step = threading.Thread(target=engine.step)
     step.start()
     try:
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + 60.0
         while not (under_way := engine.scheduler.under_way > 1 and first.is_there()):
             assert time.monotonic() < until, "the first stage waits"
             time.sleep(0.01)
