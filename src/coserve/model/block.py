@@ -105,8 +105,8 @@ class Block(ModelPart):
     `path` is its name in the model, `module` the layer, `returns` the number of outputs that this model's
     layers have in a tuple, the hidden state first (0: no tuple; set once that is known), `streams` the number
     of hidden states that it has, in a dimension of their own, `streams_at` (Gemma 3n's first, hy_v4's third;
-    side by side everywhere else), `shortcut` a faster way to the same output, which gives None where it does not lead
-    there.
+    side by side everywhere else), `shortcut` a faster way to the same output, which gives None where it does
+    not lead there.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
