@@ -157,7 +157,7 @@ def _add_fields(writer: Any, gguf: ModuleType, kind: GgufArchitecture, config: A
 
 
 def _otherwise(kind: GgufArchitecture, config: Any, width: int) -> Iterator[str]:
-    """Those settings of a configuration that llama.cpp takes to be otherwise, each in words."""
+    """Settings of a configuration that llama.cpp takes to be otherwise, each in words."""
     rope = config.rope_parameters
     types = {one["rope_type"] for one in (rope.values() if "full_attention" in rope else [rope])}
     known = {"default", "linear", "llama3"} - ({"llama3"} if kind.name in _PATTERN else set())

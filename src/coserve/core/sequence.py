@@ -167,9 +167,8 @@ class Sequence:
         unsampled ones, while its pages are read from the second tier, and while drafts are verified."""
         if self.loading or (self.lookup is not None and self.lookup.under_way):
             return 0
-        answered = (
-            len(self.output) + self.unsampled
-        )  # not `length`: asked several times for each row of a step
+        # Not by `length`: this is asked several times for each row of a step.
+        answered = len(self.output) + self.unsampled
         if self.unsampled and answered >= self.request.sampling.max_tokens:
             return 0
         return len(self.request.prompt) + answered - self.computed

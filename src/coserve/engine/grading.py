@@ -117,9 +117,8 @@ class AnswerGrading:
     def _ask(self, one: _Interview) -> None:
         """Asks the next question. Raises CoserveError for one that the engine does not take."""
         number, (prompt, sampling) = one.waiting.popleft()
-        scope = (
-            self._scope if sampling.pooling is None else None
-        )  # all rows of a text that is read are needed
+        # All rows of a text that is read are needed: none are shared with others.
+        scope = self._scope if sampling.pooling is None else None
         one.under_way[number] = self._generate(prompt, None, sampling, FLEX, text=True, scope=scope)
 
     def _collect(self, one: _Interview) -> None:

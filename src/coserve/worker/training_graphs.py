@@ -93,7 +93,7 @@ class TrainingGraphs:
 
     @property
     def store_nbytes(self) -> int:
-        """Those of stores, which `set_limit` limits."""
+        """Bytes of stores, which `set_limit` limits."""
         return sum(store.nbytes for store in self._stores.values())
 
     def set_limit(self, limit: int) -> None:
