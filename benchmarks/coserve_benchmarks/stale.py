@@ -109,6 +109,10 @@ RESULTS: Final[Mapping[str, Presented]] = {
             *_bench("ranks", "folder.py", "ours.py"),
         ),
     ),
+    "replicas.json": Presented(
+        "docs/results/replicas.md",
+        (*_SERVER, "src/coserve/simulate", "examples/endpoint_picker.py", *_bench("replicas", "served.py")),
+    ),
     "server.json": Presented(
         "docs/results/server.md",
         (

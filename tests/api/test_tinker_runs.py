@@ -1,6 +1,7 @@
 """Requests of training runs: their order, what is sent twice, whose they are, and what ends them."""
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -192,6 +193,53 @@ def test_a_save_that_was_promised_waits_for_storage_that_is_away(
         world.state.link.patience = 0.0
         body |= {"seq_id": 2, "path": "y"}
         refused = await caller.result(await caller.post("save_weights", body))
+        assert refused["category"] == "server" and "cannot be used now" in refused["error"]
+
+    play(story)
+
+
+def test_a_run_that_was_promised_waits_for_storage_that_is_away(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_AGAIN", 0.01)
+
+    async def story(world: World) -> None:
+        caller, store, tries = Caller(world), world.state.store, Counter[str]()
+
+        def failing(of: object, name: str) -> None:
+            """Has a method of the store fail at first, and then once more after it has done its work."""
+            real = getattr(of, name)
+
+            async def fail(*given: Any) -> Any:
+                tries[name] += 1
+                if tries[name] == 1:
+                    raise StateError("the database cannot be used now")
+                done = await real(*given)
+                if tries[name] == 2:
+                    raise StateError("the database cannot be used now")
+                return done
+
+            monkeypatch.setattr(of, name, fail)
+
+        run = await caller.run()
+        saved = await caller.result(
+            await caller.post("save_weights", {"model_id": run, "seq_id": 1, "path": "x"})
+        )
+        failing(store.tinker_sessions, "add")
+        asked = {"session_id": run.partition(":")[0], "base_model": "tiny", "model_seq_id": 7}
+        made = await caller.result(await caller.post("create_model", asked))
+        assert made["type"] == "create_model" and tries == {"add": 3}
+        tries.clear()
+        for of, name in ((store.artifacts, "get"), (store.run_log, "keep")):
+            failing(of, name)
+        loaded = {"session_id": asked["session_id"], "model_seq_id": 8, "path": saved["path"], "optimizer": True}
+        told = await caller.result(await caller.post("load_weights", loaded))
+        assert told["type"] == "load_weights" and tries == {"add": 3, "get": 3, "keep": 3}
+        read = await store.run_log.read(told["model_id"])
+        assert read is not None and [(store.folder / one.path).is_dir() for one in read.states] == [True]
+        world.state.link.patience = 0.0
+        tries.clear()
+        refused = await caller.result(await caller.post("create_model", asked | {"model_seq_id": 9}))
         assert refused["category"] == "server" and "cannot be used now" in refused["error"]
 
     play(story)

@@ -45,8 +45,12 @@ class Handover:
     async def begin_with(self, run: OpenRun, source: Path, optimizer: bool) -> None:
         """Keeps the state that a run begins with. Raises CoserveError, and OSError."""
         folder = self._folder(run)
-        await asyncio.to_thread(link_files, source, folder)
-        await self._log.keep(run.tenant.id, run.row.id, 0, folder, optimizer)
+        try:
+            await asyncio.to_thread(link_files, source, folder)
+            await self._log.keep(run.tenant.id, run.row.id, 0, folder, optimizer)
+        except (CoserveError, OSError):
+            await self._state.store.artifacts.discard(folder)
+            raise
 
     def changed(self, run: OpenRun, is_load: bool) -> None:
         """Notes that an optimizer step, or a load of other weights, was carried out: a state is kept now and

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Set
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from coserve.errors import CoserveError, EngineLost
@@ -12,7 +13,7 @@ from coserve.serve.store.leases import LeaseKey
 from coserve.serve.store.records import Tenant, TinkerCheckpoint, TinkerRun, TinkerSession
 from coserve.serve.store.run_log import LoggedRequest
 from coserve.serve.store.tinker import LEASED
-from coserve.serve.tinker.checkpoints import in_use
+from coserve.serve.tinker.checkpoints import in_use, insistently, readable_checkpoint
 from coserve.serve.tinker.futures import Payload, TinkerFuture, Waiting, Withdrawn
 from coserve.serve.tinker.handover import Handover
 from coserve.serve.tinker.open_run import Backlog, OpenRun
@@ -142,16 +143,19 @@ class Runs:
             self._base(body.base_model)
 
         async def work(future: TinkerFuture) -> Payload:
-            async with in_use(self._state, tenant, body.path) as source:
-                check_source(source, body, body.base_model or source.base)
-                base = self._base(source.base)
-                run = await self._begun(
-                    future, tenant, session, id, base, source.lora, body.user_metadata, first
-                )
-                with self._unless_it_fails(run):
-                    own = await run.trainer.take(self._state.store.folder / source.path)
-                    await self.handover.begin_with(run, own, body.optimizer)
+            patience = self._state.link.patience
+            source = await insistently(lambda: readable_checkpoint(self._state, tenant, body.path), patience)
+            check_source(source, body, body.base_model or source.base)
+            base = self._base(source.base)
+            run = await self._begun(future, tenant, session, id, base, source.lora, body.user_metadata, first)
+
+            async def take() -> Path:
+                async with in_use(self._state, tenant, body.path):
+                    return await run.trainer.take(self._state.store.folder / source.path)
+
             with self._unless_it_fails(run):
+                own = await insistently(take, patience)
+                await insistently(lambda: self.handover.begin_with(run, own, body.optimizer), patience)
                 await run.trainer.opened()
                 await run.trainer.load(own, body.optimizer)
             return Payload.of({"type": "load_weights", "path": body.path, "model_id": run.row.id})
@@ -280,8 +284,16 @@ class Runs:
             raise ApiError(429, f"You have {most} open training runs: unload some.", code="quota_exceeded")
         now = int(self._state.store.clock())
         row = TinkerRun(id, tenant.id, session, base.name, lora, now, now, metadata)
-        if not await self._state.store.tinker_sessions.add(row):
-            raise ApiError(400, f"There was a training run '{id}' before; make one with another number.")
+
+        async def add() -> None:
+            kept = self._state.store.tinker_sessions
+            if not await kept.add(row):  # the reply to this same addition may have been lost
+                there = await kept.get(TinkerRun, tenant.id, id)
+                if there is None or (there.created, there.lora) != (now, lora):
+                    said = f"There was a training run '{id}' before; make one with another number."
+                    raise ApiError(400, said)
+
+        await insistently(add, self._state.link.patience)
         trainer = await self.trainer(row)
         run = self._open[tenant.id, id] = OpenRun(row, tenant, trainer, Backlog(first))
         future.why = lambda: Waiting("paused_capacity", trainer.reason) if trainer.reason else Waiting()
