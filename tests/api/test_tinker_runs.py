@@ -222,9 +222,8 @@ def test_a_run_that_was_promised_waits_for_storage_that_is_away(
             monkeypatch.setattr(of, name, fail)
 
         run = await caller.run()
-        saved = await caller.result(
-            await caller.post("save_weights", {"model_id": run, "seq_id": 1, "path": "x"})
-        )
+        body = {"model_id": run, "seq_id": 1, "path": "x"}
+        saved = await caller.result(await caller.post("save_weights", body))
         failing(store.tinker_sessions, "add")
         asked = {"session_id": run.partition(":")[0], "base_model": "tiny", "model_seq_id": 7}
         made = await caller.result(await caller.post("create_model", asked))
@@ -232,8 +231,8 @@ def test_a_run_that_was_promised_waits_for_storage_that_is_away(
         tries.clear()
         for of, name in ((store.artifacts, "get"), (store.run_log, "keep")):
             failing(of, name)
-        loaded = {"session_id": asked["session_id"], "model_seq_id": 8, "path": saved["path"], "optimizer": True}
-        told = await caller.result(await caller.post("load_weights", loaded))
+        named = {"session_id": asked["session_id"], "model_seq_id": 8, "path": saved["path"]}
+        told = await caller.result(await caller.post("load_weights", {**named, "optimizer": True}))
         assert told["type"] == "load_weights" and tries == {"add": 3, "get": 3, "keep": 3}
         read = await store.run_log.read(told["model_id"])
         assert read is not None and [(store.folder / one.path).is_dir() for one in read.states] == [True]
