@@ -25,8 +25,11 @@ def train(ask: Ask, notes: Notes, mark: str, base: str) -> None:
     def post(path: str, body: dict[str, Any] | bytes, **headers: str) -> Any:
         said: Any = {"content": body} if isinstance(body, bytes) else {"json": body}
         reply = ask("POST", f"/api/v1/{path}", headers=headers, **said)
-        if reply is None or reply.status_code != 200:
-            raise OSError("nobody answered" if reply is None else f"{path}: {reply.status_code} {reply.text}")
+        if reply is None:
+            raise OSError("nobody answered")
+        if reply.status_code != 200:
+            notes.refuse(f"run {mark}: {path} {reply.status_code} {reply.text[:200]}")
+            raise OSError(reply.text)
         return reply.json()
 
     def result(promise: dict[str, Any]) -> Any:

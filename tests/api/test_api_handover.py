@@ -173,7 +173,20 @@ def test_a_run_whose_server_hangs_goes_on_at_another_one_with_all_that_was_promi
         assert late.status_code == 200
 
         asked = {"model_id": run, "seq_id": 7, "adam_params": {}}
+        sessions, held = b.app.state.tinker.sessions, asyncio.Event()
+        look_up = sessions.session
+
+        async def look_up_late(*given: Any) -> Any:
+            monkeypatch.setattr(sessions, "session", look_up)
+            await held.wait()
+            return await look_up(*given)
+
+        monkeypatch.setattr(sessions, "session", look_up_late)
+        early = asyncio.create_task(there.post("retrieve_future", {"request_id": f"{run}:6"}))
+        await asyncio.sleep(0.05)  # until it has found that the run is not there
         assert (await insist(there, "optim_step", asked)).status_code == 200
+        held.set()
+        assert (await early).status_code == 200, "the run has come while it was looked for"
         assert "metrics" in await told(there, f"{run}:7") and "metrics" in await told(there, f"{run}:3")
         assert (await told(there, f"{run}:0"))["model_id"] == run
         assert (await told(there, f"{run}:4"))["path"] == saved["path"]

@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from coserve.core.plan import MicroBatchOutput, TokenLogprobs, Updated
 from coserve.core.request import FinishReason
 from coserve.core.sequence import Direction
 from coserve.errors import CoserveError
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):
     """A sequence's next token. `token` is None where a step only scored part of a prompt.
 
     `prompt_logprobs` continue those of the sequence's last event: each position is reported once, even if a

@@ -411,8 +411,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tokens sampled for one sequence: none where a prefill chunk ended before the prompt did, several
     where drafts held. `logprobs` are theirs, where asked for. `prompt_logprobs` are those of the prompt
     positions scored in this step, in order, without the first prompt token. `pooled` is what the step's rows

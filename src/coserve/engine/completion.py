@@ -7,8 +7,9 @@ or from several threads.
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from operator import add
+
+import msgspec
 
 from coserve.core.events import TokenEvent
 from coserve.core.plan import TokenLogprobs
@@ -20,8 +21,7 @@ from coserve.text.detokenize import TextStream
 from coserve.wire.scores import numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """A piece of an answer: text that is safe to show, and the token behind it (None for held-back text)."""
 
     text: str
@@ -50,6 +50,7 @@ class Completion:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
+        self.stopped = False  # the text has a stop string
         self.embedding = array("f")  # of a prompt that is pooled, once it is complete
         self.finish_reason: FinishReason | None = None
         self.error: CoserveError | None = None
@@ -97,7 +98,8 @@ class Completion:
             return False
         for token in tokens:
             self._stream.push(token)
-        return self._stream.stopped
+        self.stopped = self._stream.stopped
+        return self.stopped
 
     def take(self, event: TokenEvent) -> bool:
         """Appends a token; True if it completes a stop string, which ends the answer. What the same step
@@ -109,17 +111,13 @@ class Completion:
             self._pool(numbers("f", event.pooled), event.restarts)
         if event.token is None:
             return False
-        text = "" if self._stream is None else self._stream.push(event.token)
-        self._add(Delta(text, event.token, event.logprobs))
+        stream = self._stream
+        self._add(Delta("" if stream is None else stream.push(event.token), event.token, event.logprobs))
         self._taken += 1
-        if self.stopped:
+        if stream is not None and stream.stopped:
+            self.stopped = True
             del self.sequence.output[self._taken :]
         return self.stopped
-
-    @property
-    def stopped(self) -> bool:
-        """Tells whether the text has a stop string."""
-        return self._stream is not None and self._stream.stopped
 
     def finish(self, reason: FinishReason, error: CoserveError | None = None) -> None:
         """Marks the answer as ended, by `error` if it failed."""

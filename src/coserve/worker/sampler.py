@@ -1,10 +1,11 @@
 """Turns the last hidden states of a pass into tokens and log-probabilities."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses

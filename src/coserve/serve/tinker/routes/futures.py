@@ -90,6 +90,8 @@ async def _future(tinker: Dialect, caller: Tenant, id: str) -> TinkerFuture:
     except ApiError:
         raise not_found(f"There is no request '{id}', or it is not yours.", param="request_id") from None
     await tinker.runs.check_here(caller, run_of(id), confirmed=True)
+    if (future := tinker.sessions.futures.find(caller.id, id)) is not None:  # its run has come here meanwhile
+        return future
     raise ApiError(
         410, f"The result of '{id}' is not kept any more; send the request again.", code="result_dropped"
     )
