@@ -2,7 +2,7 @@
 
 import { Button, Dialog, Field, Name, Notice, Panel, Table, bytes, digits, html, toast, useJson, usePages, useState, when } from "../ui.js";
 import { post, remove, request } from "../api.js";
-import { Confirm, Copyable, Drop, Unseen, chatLink, jobLink, useDraft, useReload } from "./common.js";
+import { Confirm, Copyable, Drop, Unseen, chatLink, jobLink, suffixOf, useDraft, useReload } from "./common.js";
 
 const at = (name, what = "") => `/v1/adapters/${encodeURIComponent(name)}${what}`;
 
@@ -68,9 +68,10 @@ function Import({ onDone }) {
     const config = files.find((file) => file.name === "adapter_config.json") ?? files.find((file) => file.name.endsWith(".json"));
     const weights = files.find((file) => file.name === "adapter_model.safetensors") ?? files.find((file) => file.name.endsWith(".safetensors"));
     if (!archive && (!config || !weights)) return setError({ message: "Choose both files of one adapter, adapter_config.json and adapter_model.safetensors, or a zip file of them." });
-    if (!draft.name.trim()) return setError({ message: "Give the adapter a name first." });
+    const name = draft.name.trim() || (archive && suffixOf(archive.name)); // the files of PEFT are all called the same
+    if (!name) return setError({ message: "Give the adapter a name first." });
     const form = new FormData();
-    form.append("name", draft.name.trim());
+    form.append("name", name);
     for (const [name, file] of archive ? [["archive", archive]] : [["config", config], ["weights", weights]]) form.append(name, file);
     setBusy(`Sending ${bytes((archive ?? weights).size)} …`);
     try {

@@ -1,6 +1,6 @@
 // Jobs: create them from a file, watch them train, compare them, and order the queue.
 
-import { Button, Chart, Empty, Figure, Name, Notice, Panel, Table, bytes, digits, duration, html, percent, useEffect, useJson, useMemo, usePages, useRef, useState, when } from "../ui.js";
+import { Button, Chart, Empty, Figure, Loading, Name, Notice, Panel, Table, bytes, digits, duration, html, percent, useEffect, useJson, useMemo, usePages, useRef, useState, when } from "../ui.js";
 import { get, post, stream } from "../api.js";
 import { Confirm, Options, Status, Unseen, chatLink, jobLink, useReload } from "./common.js";
 import { NewJob } from "./new-job.js";
@@ -115,7 +115,7 @@ function useLive(id) {
 function Job({ id }) {
   const { job, checkpoints, steps, error, restart } = useLive(id);
   const [asks, setAsks] = useState(false);
-  if (!job) return error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`;
+  if (!job) return html`<${Loading} error=${error} />`;
   const act = (word) => async () => { await post(`${JOBS}/${id}/${word}`, undefined); restart(); };
   const last = steps.at(-1) ?? {}, { step = 0, total_steps: total, seconds_left: left } = job.progress ?? {};
   const recent = steps.slice(-8), seconds = recent.reduce((sum, row) => sum + (row.seconds ?? 0), 0);
@@ -197,7 +197,7 @@ const shown = (value) => (value === undefined ? "–" : typeof value === "string
 
 function Clone({ id }) {
   const { data, error } = useJson(`${JOBS}/${encodeURIComponent(id)}/configuration`);
-  if (!data) return error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`;
+  if (!data) return html`<${Loading} error=${error} />`;
   return html`<p><a href=${jobLink(id)}>The job that is cloned</a></p><${NewJob} from=${data} />`;
 }
 
@@ -222,7 +222,7 @@ function Compare({ ids }) {
     load();
     return () => { gone = true; clearTimeout(timer); };
   }, [ids.join("/")]);
-  if (!found) return error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`;
+  if (!found) return html`<${Loading} error=${error} />`;
   const x = [...new Set(found.flatMap(({ steps, checks }) => [...steps.map((row) => row.step), ...checks.map((one) => one.step_number)]))].sort((a, b) => a - b);
   const series = found.flatMap(({ job, steps, checks }, at) => {
     const rows = new Map(steps.map((row) => [row.step, row.train_loss])), valid = new Map(checks.map((one) => [one.step_number, one.metrics.valid_loss]));

@@ -1,6 +1,6 @@
 // Keys: the tenant's API keys, and what it uses of what it may.
 
-import { Chart, Empty, Notice, Panel, Table, bytes, digits, html, useJson, useState, when } from "../ui.js";
+import { Chart, Empty, Loading, Notice, Panel, Table, bytes, digits, html, useJson, useState, when } from "../ui.js";
 import { Options } from "./common.js";
 
 const KINDS = {
@@ -13,7 +13,7 @@ const KINDS = {
 
 export default function Keys() {
   const { data, error } = useJson("/web/api/usage", 5);
-  if (!data) return error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`;
+  if (!data) return html`<${Loading} error=${error} />`;
   const sum = (field) => data.kept.reduce((all, one) => all + one[field], 0);
   const files = data.kept.find((one) => one.kind === "files")?.rows ?? 0;
   const columns = [

@@ -2,7 +2,7 @@
 
 import { Button, Field, Name, Notice, Panel, bytes, digits, duration, html, toast, useEffect, useJson, useMemo, useState } from "../ui.js";
 import { post, request } from "../api.js";
-import { Drop, Options, jobLink, useDraft } from "./common.js";
+import { Drop, Options, jobLink, suffixOf, useDraft } from "./common.js";
 
 const LOOKED_AT = 64 * 2 ** 20; // bytes of a file whose lines are checked before it is sent
 const MOST_PROBLEMS = 5;
@@ -46,8 +46,6 @@ async function upload(file) {
   form.append("file", file, file.name);
   return (await request("POST", "/v1/files", { body: form })).json();
 }
-
-const suffixOf = (name) => name.replace(/\.[^.]*$/, "").replace(/[^A-Za-z0-9._-]+/g, "-").slice(0, 40) || undefined;
 
 export function NewJob({ from }) {
   const [draft, setDraft] = useDraft(from ? "clone" : "job", EMPTY);
