@@ -449,10 +449,11 @@ def test_a_closed_tab_loses_nothing(see: Any, busy: Server, sums: Path) -> None:
     page.wait_for_selector(".drop")
     drop(page, sums)
     page.get_by_label("Name").fill("left behind")
+    next_page = seen.context.new_page()
     page.close(run_before_unload=True)
-    wait_for(page.is_closed)
+    wait_for(lambda: next_page.wait_for_timeout(50) or page.is_closed())
 
-    page = seen.context.new_page()
+    page = next_page
     page.goto(f"{busy.url}/#/jobs")
     page.wait_for_selector(".tokens mark")
     assert page.get_by_label("Name").input_value() == "left behind"

@@ -45,7 +45,7 @@ export default function Playground({ rest }) {
     <div class="columns">${draft.models.map((model, at) => html`<${Column} key=${model} model=${model} color=${at + 1} turns=${draft.turns} busy=${busy} onResults=${busy ? null : (results) => give(model, results)} onCopy=${() => setCopies(model)}
       onRemove=${draft.models.length > 1 && !busy ? () => setDraft((old) => ({ models: old.models.filter((one) => one !== model) })) : null} />`)}</div>
     <${Panel}><form class="stack" onSubmit=${(event) => { event.preventDefault(); send(); }}>
-      <textarea aria-label="Message" rows="3" placeholder="A message to all of them; Enter sends it" value=${draft.text} onInput=${({ target }) => setDraft({ text: target.value })} onKeyDown=${key}></textarea>
+      <textarea aria-label="Message" rows="3" placeholder="A message${draft.models.length > 1 ? " to all of them" : ""}; Enter sends it" value=${draft.text} onInput=${({ target }) => setDraft({ text: target.value })} onKeyDown=${key}></textarea>
       <div class="row">${busy ? html`<${Button} onClick=${stop}>Stop<//>` : html`<${Button} type="submit" disabled=${!draft.text.trim() || waits}>Send<//>`}
         <${Button} quiet disabled=${busy || !draft.turns.length} onClick=${again}>Answer again<//>
         <${Button} quiet disabled=${busy || !draft.turns.length} onClick=${() => setDraft({ turns: [] })}>New chat<//>
