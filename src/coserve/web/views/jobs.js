@@ -31,13 +31,13 @@ function List() {
   const columns = [
     { head: html`<${Unseen} text="Compare" />`, cell: (job) => html`<input type="checkbox" aria-label="Compare ${label(job)}" checked=${chosen.includes(job.id)} onChange=${() => choose(job.id)} />` },
     { head: "Job", wide: true, cell: (job) => html`<a href=${jobLink(job.id)}><${Name} text=${label(job)} most=${50} /></a>` },
+    { head: html`<${Unseen} text="Chat" />`, cell: (job) => job.fine_tuned_model && html`<a href=${chatLink(job.fine_tuned_model)}>Chat with it</a>` },
     { head: "State", cell: (job) => html`<${Status} job=${job} />` },
     { head: "Progress", cell: (job) => html`<${Progress} job=${job} />` },
     { head: "Left", number: true, cell: (job) => (job.progress?.seconds_left != null ? duration(job.progress.seconds_left) : "") },
     { head: "Method", cell: (job) => job.method.type },
     { head: "From", cell: (job) => html`<${Name} text=${job.model} most=${30} />` },
     { head: "Created", cell: (job) => when(job.created_at) },
-    { head: html`<${Unseen} text="Chat" />`, cell: (job) => job.fine_tuned_model && html`<a href=${chatLink(job.fine_tuned_model)}>Chat with it</a>` },
   ];
   return html`<${NewJob} />
     <${Queue} jobs=${rows} onMoved=${reload} />
@@ -138,7 +138,7 @@ function Job({ id }) {
       <${Figure} kind="trains" name="Step" value=${total ? `${step} of ${total}` : "–"} note=${total ? percent(step / total) : ""} />
       <${Figure} name="Loss" value=${digits(last.train_loss)} note=${steps.length ? `began at ${digits(steps[0].train_loss)}` : ""} />
       <${Figure} name="Validation loss" value=${digits(checkpoints[0]?.metrics.valid_loss)} note=${best.length > 1 ? `best ${digits(Math.min(...best))}` : ""} />
-      <${Figure} name="Learning rate" value=${last.learning_rate === undefined ? "–" : last.learning_rate?.toExponential(2)} />
+      <${Figure} name="Learning rate" value=${last.learning_rate ? last.learning_rate.toExponential(2) : digits(last.learning_rate)} />
       <${Figure} name="Speed" value="${digits(rate)} tok/s" note="${digits(job.trained_tokens ?? 0)} tokens trained" />
       <${Figure} name=${isOver ? "Ended" : "Time left"} value=${isOver ? new Date(job.finished_at * 1000).toLocaleTimeString() : left == null ? "–" : duration(left)} note=${isOver ? new Date(job.finished_at * 1000).toLocaleDateString() : job.slowdown ? `slows answers ${digits(job.slowdown)}×` : ""} />
     </div>
