@@ -456,7 +456,7 @@ def test_a_closed_tab_loses_nothing(see: Any, busy: Server, sums: Path) -> None:
     page = next_page
     page.goto(f"{busy.url}/#/jobs")
     page.wait_for_selector(".tokens mark")
-    assert page.get_by_label("Name").input_value() == "left behind"
+    assert page.get_by_label("Name").input_value() == "left-behind"  # as the API has names
     page.get_by_role("button", name="Discard").click()
     page.wait_for_selector(".drop")
     page.goto(f"{busy.url}/#/playground")

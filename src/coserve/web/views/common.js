@@ -24,8 +24,9 @@ export function useDraft(name, initial) {
   return [value, (changed) => setValue((old) => ({ ...old, ...(typeof changed === "function" ? changed(old) : changed) }))];
 }
 
-// A file's name as part of an adapter's.
-export const suffixOf = (name) => name.replace(/\.[^.]*$/, "").replace(/[^A-Za-z0-9._-]+/g, "-").slice(0, 40) || undefined;
+// A text as part of an adapter's name, which has no other letters; and a file's name as such a part.
+export const named = (text) => text.replace(/[^A-Za-z0-9._-]+/g, "-") || undefined;
+export const suffixOf = (name) => named(name.replace(/\.[^.]*$/, "").slice(0, 40));
 
 export const chatLink = (model) => `#/playground/${encodeURIComponent(model)}`;
 export const jobLink = (id) => `#/jobs/${encodeURIComponent(id)}`;
