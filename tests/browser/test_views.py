@@ -416,7 +416,9 @@ def test_a_message_waits_for_the_models(see: Any, busy: Server) -> None:
     page = see(busy.url).page
     held, asked = list[Any](), list[str]()
     page.route("**/v1/models", lambda route: held.append(route))
-    page.on("request", lambda one: asked.append(one.post_data_json["model"]) if one.method == "POST" else None)
+    page.on(
+        "request", lambda one: asked.append(one.post_data_json["model"]) if one.method == "POST" else None
+    )
     page.goto(f"{busy.url}/#/playground/no-such-adapter")
     page.get_by_label("Message").fill("hello")
     page.keyboard.press("Enter")

@@ -222,7 +222,7 @@ class ServedEngine:
     @unreadable.setter
     def unreadable(self, reason: str) -> None:
         if bool(reason) != bool(self._unreadable):
-            self._stale, self._told = _STALE, 0.0  # the server is told with the next report, before any answer
+            self._stale, self._told = _STALE, 0.0  # the server is told next, before any answer
         self._unreadable = reason
 
     def until_report(self) -> float:
