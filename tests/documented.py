@@ -81,8 +81,8 @@ class Block:
 
 
 FENCE: Final = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Code that a page of the site would show and `FENCE` does not find: fences in lists, in quotes, with other marks
-# or words behind their tag; text that is indented by four; and HTML.
+# Code that a page of the site would show and `FENCE` does not find: fences in lists, in quotes, with other
+# marks or with words behind their tag; text that is indented by four; and HTML.
 HIDDEN: Final = re.compile(
     r"^[ \t>*+\d.)-]*(```|~~~).*|<pre\b.*|"
     r"^(?<=\n\n)( {4}|\t)[ \t]*(?![ \t]|[*+-] |\d+[.)] |!\[).*",
