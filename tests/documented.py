@@ -80,15 +80,30 @@ class Block:
         return [re.sub(r"\s+", " ", line) for line in lines if line]
 
 
+FENCE: Final = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Code that a page of the site would show and `FENCE` does not find: fences in lists, in quotes, with other
+# marks or with words behind their tag; text that is indented by four; and HTML.
+HIDDEN: Final = re.compile(
+    r"^[ \t>*+\d.)-]*(```|~~~).*|<pre\b.*|"
+    r"^(?<=\n\n)( {4}|\t)[ \t]*(?![ \t]|[*+-] |\d+[.)] |!\[).*",
+    re.MULTILINE,
+)
+
+
+def blocks_of(page: str, text: str) -> list[Block]:
+    """The blocks of a page. Raises ValueError where it has code that is in none."""
+    found = [Block(page, number, *parts) for number, parts in enumerate(FENCE.findall(text), 1)]
+    hidden = HIDDEN.search(FENCE.sub("", text))
+    # A block that does not end takes the beginning of the next.
+    told = hidden[0] if hidden else next((one.text for one in found if "```" in one.text), None)
+    if told is not None:
+        raise ValueError(f"{page} has code that no test finds: {told.strip()!r}")
+    return found
+
+
 @cache
 def blocks() -> tuple[Block, ...]:
-    found = []
-    for page in PAGES:
-        parts = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-        name = str(page.relative_to(ROOT))
-        assert 2 * len(parts) == len(re.findall(r"^\s*```", page.read_text(), re.MULTILINE)), name
-        found += [Block(name, number, tag, text) for number, (tag, text) in enumerate(parts, 1)]
-    return tuple(found)
+    return tuple(one for page in PAGES for one in blocks_of(str(page.relative_to(ROOT)), page.read_text()))
 
 
 def _chats(file: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from coserve.cli.client import Client
 from coserve.cli.config import ClientSettings
@@ -22,6 +23,19 @@ def until(found: Callable[[], object], what: str) -> None:
     while not found():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.05)
+
+
+def until_succeeded(job: Callable[[], Any]) -> None:
+    """Waits for the end of a job, which is asked for as the API tells it, for as long as it makes steps: how
+    many a busy machine makes in a time says nothing."""
+    best, end = -1, time.monotonic() + PATIENCE
+    while (told := job())["status"] != "succeeded":
+        assert told["status"] in ("queued", "running"), told
+        step = (told["progress"] or {}).get("step") or 0
+        if step > best:
+            best, end = step, time.monotonic() + PATIENCE
+        assert time.monotonic() < end, f"no step after {best}: {told}"
+        time.sleep(0.1)
 
 
 def children_of(pid: int) -> dict[int, str]:

@@ -411,6 +411,71 @@ def test_an_answer_is_stopped(see: Any, busy: Server) -> None:
     page.wait_for_selector(".answer:has-text(' tokens')")
 
 
+def test_a_message_waits_for_the_models(see: Any, busy: Server) -> None:
+    """A person who types at once, after a link to an adapter, asks it and not what is known first."""
+    page = see(busy.url).page
+    held, asked = list[Any](), list[str]()
+    page.route("**/v1/models", lambda route: held.append(route))
+    page.on(
+        "request", lambda one: asked.append(one.post_data_json["model"]) if one.method == "POST" else None
+    )
+    page.goto(f"{busy.url}/#/playground/no-such-adapter")
+    page.get_by_label("Message").fill("hello")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=It is sent as soon as the models are known")
+    page.keyboard.press("Enter")
+    assert page.get_by_label("Message").input_value() == "hello" and not asked
+    held[0].fulfill(status=503, json={"error": {"message": "The server starts."}})
+    page.wait_for_selector(".notice.error:has-text('The server starts.')")
+    page.unroute("**/v1/models")
+    page.wait_for_selector(".answer:has-text(' tokens')")  # it has asked again by itself
+    page.wait_for_selector(".notice.error:has-text('does not exist')")
+    assert sorted(asked) == ["coserve-tiny", "no-such-adapter"]
+
+
+def test_a_closed_tab_loses_nothing(see: Any, busy: Server, sums: Path) -> None:
+    """A chat, a message that is not sent, a job that is not created: a new tab has them."""
+    seen = see(busy.url)
+    page = seen.open("playground")
+    page.wait_for_selector(".column")
+    page.get_by_label("Message").fill("first")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".answer:has-text(' tokens')")
+    said = page.locator(".answer p").inner_text()
+    held = list[Any]()
+    page.route("**/v1/chat/completions", lambda route: held.append(route))
+    page.get_by_label("Message").fill("second")
+    page.keyboard.press("Enter")
+    page.get_by_label("Message").fill("third")
+    page.get_by_role("link", name="Jobs", exact=True).click()
+    page.wait_for_selector(".drop")
+    drop(page, sums)
+    page.get_by_label("Name").fill("left behind")
+    next_page = seen.context.new_page()
+    page.close(run_before_unload=True)
+    wait_for(lambda: next_page.wait_for_timeout(50) or page.is_closed())
+
+    page = next_page
+    page.goto(f"{busy.url}/#/jobs")
+    page.wait_for_selector(".tokens mark")
+    assert page.get_by_label("Name").input_value() == "left-behind"  # as the API has names
+    page.get_by_role("button", name="Discard").click()
+    page.wait_for_selector(".drop")
+    page.goto(f"{busy.url}/#/playground")
+    page.wait_for_selector(".user >> nth=1")
+    assert page.locator(".user").all_inner_texts() == ["first", "second"]
+    assert page.locator(".answer p").first.inner_text() == said
+    assert page.get_by_label("Message").input_value() == "third"
+    assert "stopped" in page.locator(".answer").last.inner_text()  # by the tab's end: nothing waits for it
+    holds(page, "!document.querySelector('main [aria-busy=true]')")
+    page.get_by_role("button", name="Answer again").click()
+    page.wait_for_selector(".answer:has-text(' tokens') >> nth=1")
+    page.close()
+    page = seen.context.new_page()
+    page.goto(f"{busy.url}/#/jobs")
+    page.wait_for_selector(".drop")  # what was discarded stays so
+
+
 def test_adapters_come_in_and_go_out(see: Any, busy: Server, tmp_path: Path) -> None:
     job = train(busy.url, epochs=1, suffix="parent")
     wait_for(lambda: has_succeeded(busy.url, job))
@@ -437,10 +502,10 @@ def test_adapters_come_in_and_go_out(see: Any, busy: Server, tmp_path: Path) -> 
     page.keyboard.press("Escape")
     page.locator(".drop input").set_input_files(files)
     page.wait_for_selector("text=Give the adapter a name first.")
-    page.get_by_label("Name").fill("from a zip")
-    page.locator(".drop input").set_input_files([tmp_path / "parent.zip"])
-    page.locator("tr", has_text="from a zip").wait_for()
-    weights = httpx2.get(f"{busy.url}/v1/adapters/from%20a%20zip/weights", timeout=60).content
+    (tmp_path / "from a zip.zip").write_bytes((tmp_path / "parent.zip").read_bytes())
+    page.locator(".drop input").set_input_files([tmp_path / "from a zip.zip"])  # whose name it gets
+    page.locator("tr", has_text="from-a-zip").wait_for()
+    weights = httpx2.get(f"{busy.url}/v1/adapters/from-a-zip/weights", timeout=60).content
     assert weights == files[1].read_bytes()
     page.get_by_label("Name").fill(HOSTILE)
     page.locator(".drop input").set_input_files(files[:1])

@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from documented import PYTHON, ROOT, SERVICE, SHELL, SHOWN, Block, Desk, blocks
+from documented import PYTHON, ROOT, SERVICE, SHELL, SHOWN, Block, Desk, blocks, blocks_of
 
 SERVE: Final = ".venv/bin/coserve serve"  # the README's first, whose server all snippets with a client ask
 # Commands that do not run here, by page or folder, and beginning, with the reason.
@@ -192,6 +192,24 @@ def test_the_tables_name_what_is_there() -> None:
     assert not shown, "commands that no test runs: ```sh, and a row of NOT_RUN where they cannot"
     for name, test in ELSEWHERE.items():
         assert name in (ROOT / test).read_text(), f"{test} does not run {name}"
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    (
+        "~~~sh\ncoserve serve\n~~~", "- first\n\n  ```sh\n  coserve serve\n  ```",
+        "```sh title=x\ncoserve serve\n```",
+        "> ```sh\n> coserve serve\n> ```", "text\n\n    coserve serve\n", "- ```sh\n  coserve serve\n  ```",
+        "<pre>coserve serve</pre>", "````sh\ncoserve serve\n````", "```sh\ncoserve serve\n",
+        "```sh\ncoserve serve\n\n```sh\ncoserve jobs\n```",
+    ),
+)  # fmt: skip
+def test_a_page_hides_no_code(hidden: str) -> None:
+    """Neither behind a block that is found."""
+    shown = "```sh\ncoserve jobs\n```\n"
+    assert [one.text for one in blocks_of("p.md", f"# A page\n\n{shown}\n- a\n\n  b\n")] == ["coserve jobs\n"]
+    with pytest.raises(ValueError, match="has code that no test finds"):
+        blocks_of("p.md", f"# A page\n\n{shown}\n{hidden}\n")
 
 
 def only(tag: str, page: str = "docs/operating.md") -> str:

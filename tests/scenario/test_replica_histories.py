@@ -21,7 +21,7 @@ from object_store import object_store
 from replica_fleet import Fleet, History, fleet
 from replica_history import Notes, Shown, contradictions
 from replica_view import JOBS, shown_response
-from whole_server import until
+from whole_server import until, until_succeeded
 
 COUNT = int(os.environ.get("HISTORIES", "100"))
 SEED = int(os.environ.get("HISTORIES_SEED", "0"))
@@ -104,7 +104,7 @@ def test_a_job_trains_on_while_the_database_is_away_for_a_minute(servers: Fleet)
         servers.postgres.start()
         for server in servers.servers:
             server.wait_ready()
-        until(lambda: http.get(f"{other.url}{job}").json()["status"] == "succeeded", "succeeded")
+        until_succeeded(lambda: http.get(f"{other.url}{job}").json())
         assert told() == list(range(1, max(told()) + 1)) and max(told()) >= 60
         page = http.get(f"{other.url}/v1/files", params={"limit": 100}).json()["data"]
         assert [one["filename"] for one in page].count("minute.jsonl") == 1, "what was refused is not there"

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from coserve.cli.app import app
 from coserve_benchmarks.replicas.postgres import PostgresServer
 from replica_network import Link
-from whole_server import Server, children_of, until
+from whole_server import Server, children_of, until, until_succeeded
 
 pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("forks")]
 
@@ -112,7 +112,7 @@ def test_what_one_server_does_the_other_knows(tmp_path: Path, postgres: Postgres
             return any("resumed from step" in event["message"] for event in page)
 
         until(is_resumed, "handed over")
-        until(lambda: other.get(path, headers=own).json()["status"] == "succeeded", "succeeded")
+        until_succeeded(lambda: other.get(path, headers=own).json())
         assert figures() == list(range(1, 8 * 30 + 1))
         names = [model["id"] for model in other.get("/v1/models", headers=own).json()["data"]]
         assert names.count(other.get(path, headers=own).json()["fine_tuned_model"]) == 1

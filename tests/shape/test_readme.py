@@ -18,6 +18,7 @@ from models import ARCHITECTURES
 from recurrent import SHAPES
 
 ROOT = Path(__file__).parents[2]
+MOST_WORDS = 60  # of a table's cell
 README = (ROOT / "README.md").read_text()
 # What the README calls transformers' model types, where that is not the type in other letters.
 CALLED = {
@@ -149,3 +150,10 @@ def test_files_that_pages_name_are_there() -> None:
         for name in re.findall(r"`(\w[\w/]*\.(?:py|js|c|toml))`", page.read_text()):
             is_there = any(one.endswith(f"/{name}") for one in there)
             assert is_there or page.name == "LOG.md", f"{page.name} names {name}"
+
+
+def test_cells_of_tables_are_short() -> None:
+    """More words than a few lines are text, or belong on a page of their own."""
+    lines = [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("|")]
+    cells = [cell for line in lines for cell in re.split(r"(?<!\\)\|", line)]
+    assert len(cells) > 1000 and not [cell for cell in cells if len(cell.split()) > MOST_WORDS]

@@ -67,6 +67,7 @@ from coserve.wire.scores import NONE, Scores, little
 _CHECKS = 8  # jobs that are checked at once; a server asks for one of each tenant
 _PREVIEWS = 2  # jobs that are looked at at once; whole files are in memory meanwhile
 _STATS_EVERY = 1.0  # seconds
+_STALE = 2  # statistics that are due after work: its own, and one that says that no more was done
 _SPEAK_EVERY = 1.0  # seconds; a server takes several of them without a report for a hang
 _REMEMBER_EVERY = 60.0  # seconds
 _TRACED = 60.0  # seconds
@@ -101,7 +102,7 @@ class ServedEngine:
         self._answers: dict[str, Completion] = {}  # by their requests' ids
         self._tokens: list[Token] = []
         self._replies: list[Reply] = []
-        self._stale = True  # whether work was done since the last statistics
+        self._stale = _STALE  # statistics that are due
         self._told = 0.0  # time of the last statistics
         self._spoke = 0.0  # time of the last report
         self._costs = costs
@@ -135,7 +136,7 @@ class ServedEngine:
         end_trace()
         self._tokens.clear()
         self._replies.clear()
-        self._stale, self._told = True, 0.0
+        self._stale, self._told = _STALE, 0.0
 
     def take(self, command: Command) -> None:
         """Executes a command, or starts to. Any exception is reported to the server as a fault."""
@@ -205,7 +206,7 @@ class ServedEngine:
 
     def step(self) -> None:
         """Runs one step of the engine and records its events for the report."""
-        self._stale = True  # also for a step that only frees a cancelled answer's state, or fails
+        self._stale = _STALE  # also for a step that only frees a cancelled answer's state, or fails
         events = self._engine.step()
         for event in events:
             self._tell(event)
@@ -221,7 +222,7 @@ class ServedEngine:
     @unreadable.setter
     def unreadable(self, reason: str) -> None:
         if bool(reason) != bool(self._unreadable):
-            self._stale, self._told = True, 0.0  # the server is told with the next report, before any answer
+            self._stale, self._told = _STALE, 0.0  # the server is told next, before any answer
         self._unreadable = reason
 
     def until_report(self) -> float:
@@ -244,7 +245,7 @@ class ServedEngine:
         now = self._spoke = time.monotonic()
         stats = None
         if self._stale and now >= self._told + _STATS_EVERY:
-            self._stale, self._told = bool(self.unreadable), now
+            self._stale, self._told = max(self._stale - 1, bool(self.unreadable)), now
             stats = self._engine.stats()
             compiled = dict.fromkeys(
                 islice(chain(*self._compiling.values()), MOST_WAITS), "its grammar is compiled"

@@ -49,7 +49,7 @@ export async function request(method, path, { json, body, headers, signal } = {}
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The server cannot be reached. This page tries again by itself.");
+    throw new ApiError(0, `The server cannot be reached. ${method === "GET" ? "This page tries again by itself." : "Try again once it runs."}`);
   }
   if (response.ok) return response;
   const told = (await response.json().catch(() => null))?.error;

@@ -1,25 +1,14 @@
 // The shell: navigation, the theme, the login, and the view that the address names.
 
-import { Button, Field, Notice, Toasts, html, render, useEffect, useErrorBoundary, useState } from "./ui.js";
+import { Button, Field, Notice, Toasts, html, keepDraftsOf, render, useEffect, useErrorBoundary, useState } from "./ui.js";
 import { logIn, logOut, signals, whoami } from "./api.js";
 import { views } from "./views/index.js";
-
-const OWNER = "coserve-tenant"; // in the tab's sessionStorage: whose drafts are there
 
 const here = () => {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
   const view = views.find((one) => one.name === name) ?? views[0];
   return { view, rest: rest.map((part) => { try { return decodeURIComponent(part); } catch { return part; } }) };
 };
-
-// Drops what the views keep in this tab, but for its own tenant's: the next one is not to see prompts of the last.
-function keepDraftsOf(tenant) {
-  try {
-    if (sessionStorage.getItem(OWNER) === tenant) return;
-    Object.keys(sessionStorage).filter((key) => key.startsWith("coserve-")).forEach((key) => sessionStorage.removeItem(key));
-    sessionStorage.setItem(OWNER, tenant);
-  } catch { /* storage is off: nothing is kept */ }
-}
 
 function App() {
   const [login, show] = useState(null); // null while it is not known, false where nobody is logged in

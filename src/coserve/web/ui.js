@@ -97,10 +97,32 @@ export function usePages(path, limit = 50) {
   return { ...found, more: () => load(found.rows), reload: useCallback(() => load(null), [load]) };
 }
 
+// Drafts: a tab's are in its sessionStorage, the newest of all tabs in localStorage.
+
+export const DRAFTS = "coserve-draft-"; // what their keys begin with
+const OWNER = "coserve-drafts-of";
+
+// Drops all drafts but this tenant's own: the next one is not to see prompts of the last.
+export function keepDraftsOf(tenant) {
+  try {
+    for (const storage of [sessionStorage, localStorage]) {
+      if (storage.getItem(OWNER) === tenant) continue;
+      Object.keys(storage).filter((key) => key.startsWith(DRAFTS)).forEach((key) => storage.removeItem(key));
+      storage.setItem(OWNER, tenant);
+    }
+  } catch { /* storage is off: nothing is kept */ }
+}
+
+// False where another tab has logged in as somebody else since.
+export const areDraftsOwn = () => sessionStorage.getItem(OWNER) === localStorage.getItem(OWNER);
+
 // Components
 
 export const Notice = ({ error, kind = "error", children }) =>
   error || children ? html`<p class="notice ${kind}" role=${kind === "error" ? "alert" : "note"}>${error?.message ?? children}</p>` : null;
+
+// What has not come yet, or why it does not.
+export const Loading = ({ error }) => (error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`);
 
 export const Empty = ({ children }) => html`<p class="empty">${children}</p>`;
 
@@ -114,8 +136,7 @@ export const Figure = ({ name, value, note, hint, kind = "" }) => html`<div clas
 // Rows as a table. A column is { head, cell(row), number, wide }; `empty` says what no rows mean; with `more`
 // there is a button for the next page.
 export function Table({ label, columns, rows, rowKey = (row) => row.id, empty, hasMore, more, error }) {
-  if (error && !rows) return html`<${Notice} error=${error} />`;
-  if (!rows) return html`<p class="empty" aria-busy="true">Loading …</p>`;
+  if (!rows) return html`<${Loading} error=${error} />`;
   if (!rows.length) return html`<${Empty}>${empty}<//>`;
   return html`<div class="scrolls" tabindex="0" role="region" aria-label=${label}><table>
     <thead><tr>${columns.map((one) => html`<th class=${one.number ? "number" : ""} scope="col">${one.head}</th>`)}</tr></thead>

@@ -89,6 +89,16 @@ def test_statistics_know_that_a_cancelled_answer_is_gone(desk: Desk, monkeypatch
     assert told[-1].running == 0 and told[-1].free_pages == 64
 
 
+def test_statistics_say_once_that_no_more_was_done(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are differences between them: without it those of the last work would stay."""
+    monkeypatch.setattr("coserve.engine.served_engine._STATS_EVERY", 0.0)
+    desk.send(ask("a"))
+    desk.until(lambda: not desk.worker.has_work)
+    last = [report.stats for report in desk.reports if report.stats][-1]
+    more = [report and report.stats for report in (desk.worker.report() for _ in range(3))]
+    assert [one and one.steps for one in more] == [last.steps, None, None] and last.steps > 0
+
+
 def test_a_late_cancel_and_a_name_used_twice(desk: Desk) -> None:
     desk.send(ask("a", 50), ask("a"), Cancel("nobody"))
     desk.step()

@@ -2,7 +2,7 @@
 
 import { Button, Dialog, Field, Name, Notice, Panel, Table, bytes, digits, html, toast, useJson, usePages, useState, when } from "../ui.js";
 import { post, remove, request } from "../api.js";
-import { Confirm, Copyable, Drop, Unseen, chatLink, jobLink, useDraft, useReload } from "./common.js";
+import { Confirm, Copyable, Drop, Unseen, chatLink, jobLink, suffixOf, useDraft, useReload } from "./common.js";
 
 const at = (name, what = "") => `/v1/adapters/${encodeURIComponent(name)}${what}`;
 
@@ -14,18 +14,18 @@ export default function Adapters({ rest }) {
   const pin = async (one) => { if (one.pinned) await remove(at(one.id, "/pin")); else await post(at(one.id, "/pin"), undefined); adapters.reload(); };
   const columns = [
     { head: "Adapter", wide: true, cell: (one) => html`<${Name} text=${one.id} most=${60} />${one.warning && html` <span class="badge warn" title=${one.warning}>other base</span>`}` },
+    { head: html`<${Unseen} text="Chat" />`, cell: (one) => html`<a href=${chatLink(one.id)}>Chat</a>` },
     { head: "Size", number: true, cell: (one) => (one.bytes ? bytes(one.bytes) : "") },
     { head: "Where", cell: (one) => html`<span class="badge ${one.location === "memory" ? "good" : ""}">${one.location}${one.pinned ? ", pinned" : ""}</span>` },
     { head: "Used by", cell: (one) => html`<${Users} one=${one} />` },
     { head: "From", cell: (one) => (one.job ? html`<a href=${jobLink(one.job)}>its job</a>` : one.owned_by === "coserve" ? "the operator" : "a file") },
     { head: "Created", cell: (one) => when(one.created) },
-    { head: html`<${Unseen} text="Actions" />`, cell: (one) => html`<span class="row"><a href=${chatLink(one.id)}>Chat</a>
-      ${["lineage", "export", "merge"].map((kind) => html`<${Button} quiet onClick=${() => setOpen({ kind, name: one.id })}>${kind[0].toUpperCase() + kind.slice(1)}<//>`)}
+    { head: html`<${Unseen} text="Actions" />`, cell: (one) => html`<span class="row">${["lineage", "export", "merge"].map((kind) => html`<${Button} quiet onClick=${() => setOpen({ kind, name: one.id })}>${kind[0].toUpperCase() + kind.slice(1)}<//>`)}
       <${Button} quiet onClick=${() => pin(one)}>${one.pinned ? "Unpin" : "Pin"}<//>
       ${one.owned_by !== "coserve" && html`<${Button} danger onClick=${() => setOpen({ kind: "delete", name: one.id })}>Delete<//>`}</span>` },
   ];
   return html`<${Import} onDone=${adapters.reload} />
-    <${Panel} title="Adapters"><${Table} label="Adapters" columns=${columns} ...${adapters} empty="No adapters yet: train one, or drop the files of a PEFT adapter above." /><//>
+    <${Panel} title="Adapters"><${Table} label="Adapters" columns=${columns} ...${adapters} empty=${html`No adapters yet: <a href="#/jobs">train one</a>, or drop the files of a PEFT adapter above.`} /><//>
     ${open?.kind === "lineage" && html`<${Lineage} name=${open.name} onClose=${close} />`}
     ${open?.kind === "export" && html`<${Dialog} title="Export" onClose=${close}><div class="stack"><p>PEFT's two files of <${Name} text=${open.name} />, in one zip file or one by one.</p>
       <p class="row"><a class="button" href=${at(open.name, "/archive")} download>Zip file</a><a class="button" href=${at(open.name, "/config")} download="adapter_config.json">adapter_config.json</a><a class="button" href=${at(open.name, "/weights")} download="adapter_model.safetensors">adapter_model.safetensors</a></p>
@@ -68,9 +68,10 @@ function Import({ onDone }) {
     const config = files.find((file) => file.name === "adapter_config.json") ?? files.find((file) => file.name.endsWith(".json"));
     const weights = files.find((file) => file.name === "adapter_model.safetensors") ?? files.find((file) => file.name.endsWith(".safetensors"));
     if (!archive && (!config || !weights)) return setError({ message: "Choose both files of one adapter, adapter_config.json and adapter_model.safetensors, or a zip file of them." });
-    if (!draft.name.trim()) return setError({ message: "Give the adapter a name first." });
+    const name = draft.name.trim() || (archive && suffixOf(archive.name)); // the files of PEFT are all called the same
+    if (!name) return setError({ message: "Give the adapter a name first." });
     const form = new FormData();
-    form.append("name", draft.name.trim());
+    form.append("name", name);
     for (const [name, file] of archive ? [["archive", archive]] : [["config", config], ["weights", weights]]) form.append(name, file);
     setBusy(`Sending ${bytes((archive ?? weights).size)} …`);
     try {

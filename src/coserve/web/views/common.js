@@ -1,21 +1,32 @@
 // What the views Playground, Jobs and Adapters share.
 
-import { Button, Dialog, html, toast, useEffect, useRef, useState } from "../ui.js";
+import { Button, DRAFTS, Dialog, areDraftsOwn, html, toast, useEffect, useRef, useState } from "../ui.js";
 
-// State that outlives a reload of the page: kept in the tab's sessionStorage under `name`. Without a value
-// there it is `initial`.
+// State that outlives a reload and a closed tab, under `name`. Each tab has its own; a new tab begins with what was
+// changed last in any of them, and without that with `initial`.
 export function useDraft(name, initial) {
-  const key = `coserve-${name}`;
+  const key = DRAFTS + name;
   const [value, setValue] = useState(() => {
-    try { return { ...initial, ...JSON.parse(sessionStorage.getItem(key) ?? "{}") }; } catch { return initial; }
+    try { return { ...initial, ...JSON.parse(sessionStorage.getItem(key) ?? localStorage.getItem(key) ?? "{}") }; } catch { return initial; }
   });
-  const newest = useRef(value);
+  const newest = useRef(value), saved = useRef(value);
   newest.current = value;
-  const save = () => { try { sessionStorage.setItem(key, JSON.stringify(newest.current)); } catch { /* storage is off or full: it lasts for this page */ } };
+  const save = () => {
+    if (saved.current === newest.current) return;
+    const text = JSON.stringify((saved.current = newest.current));
+    try {
+      sessionStorage.setItem(key, text);
+      if (areDraftsOwn()) localStorage.setItem(key, text);
+    } catch { /* storage is off or full: it lasts for this page */ }
+  };
   useEffect(() => { const timer = setTimeout(save, 150); return () => clearTimeout(timer); }, [key, value]);
   useEffect(() => { addEventListener("pagehide", save); return () => { removeEventListener("pagehide", save); save(); }; }, [key]);
   return [value, (changed) => setValue((old) => ({ ...old, ...(typeof changed === "function" ? changed(old) : changed) }))];
 }
+
+// A text as part of an adapter's name, which has no other letters; and a file's name as such a part.
+export const named = (text) => text.replace(/[^A-Za-z0-9._-]+/g, "-") || undefined;
+export const suffixOf = (name) => named(name.replace(/\.[^.]*$/, "").slice(0, 40));
 
 export const chatLink = (model) => `#/playground/${encodeURIComponent(model)}`;
 export const jobLink = (id) => `#/jobs/${encodeURIComponent(id)}`;

@@ -1,6 +1,6 @@
 // Health: whether the server and its engine work, since when, and what they run on.
 
-import { Bar, Button, Figure, Notice, Panel, Table, bytes, digits, duration, html, percent, useJson, useState, when } from "../ui.js";
+import { Bar, Button, Figure, Loading, Notice, Panel, Table, bytes, digits, duration, html, percent, useJson, useState, when } from "../ui.js";
 import { get } from "../api.js";
 
 const ENGINE = {
@@ -10,7 +10,7 @@ const ENGINE = {
 
 export default function Health() {
   const { data, error } = useJson("/web/api/health", 3);
-  if (!data) return error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`;
+  if (!data) return html`<${Loading} error=${error} />`;
   const { engine, health } = data, [kind, said] = ENGINE[health.engine];
   const processes = Object.entries(data.resident).filter(([, n]) => n);
   const used = data.disk_total - data.disk_free;

@@ -1,6 +1,6 @@
 // Jobs: create them from a file, watch them train, compare them, and order the queue.
 
-import { Button, Chart, Empty, Figure, Name, Notice, Panel, Table, bytes, digits, duration, html, percent, useEffect, useJson, useMemo, usePages, useRef, useState, when } from "../ui.js";
+import { Button, Chart, Empty, Figure, Loading, Name, Notice, Panel, Table, bytes, digits, duration, html, percent, useEffect, useJson, useMemo, usePages, useRef, useState, when } from "../ui.js";
 import { get, post, stream } from "../api.js";
 import { Confirm, Options, Status, Unseen, chatLink, jobLink, useReload } from "./common.js";
 import { NewJob } from "./new-job.js";
@@ -31,13 +31,13 @@ function List() {
   const columns = [
     { head: html`<${Unseen} text="Compare" />`, cell: (job) => html`<input type="checkbox" aria-label="Compare ${label(job)}" checked=${chosen.includes(job.id)} onChange=${() => choose(job.id)} />` },
     { head: "Job", wide: true, cell: (job) => html`<a href=${jobLink(job.id)}><${Name} text=${label(job)} most=${50} /></a>` },
+    { head: html`<${Unseen} text="Chat" />`, cell: (job) => job.fine_tuned_model && html`<a href=${chatLink(job.fine_tuned_model)}>Chat with it</a>` },
     { head: "State", cell: (job) => html`<${Status} job=${job} />` },
     { head: "Progress", cell: (job) => html`<${Progress} job=${job} />` },
     { head: "Left", number: true, cell: (job) => (job.progress?.seconds_left != null ? duration(job.progress.seconds_left) : "") },
     { head: "Method", cell: (job) => job.method.type },
     { head: "From", cell: (job) => html`<${Name} text=${job.model} most=${30} />` },
     { head: "Created", cell: (job) => when(job.created_at) },
-    { head: html`<${Unseen} text="Chat" />`, cell: (job) => job.fine_tuned_model && html`<a href=${chatLink(job.fine_tuned_model)}>Chat with it</a>` },
   ];
   return html`<${NewJob} />
     <${Queue} jobs=${rows} onMoved=${reload} />
@@ -115,7 +115,7 @@ function useLive(id) {
 function Job({ id }) {
   const { job, checkpoints, steps, error, restart } = useLive(id);
   const [asks, setAsks] = useState(false);
-  if (!job) return error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`;
+  if (!job) return html`<${Loading} error=${error} />`;
   const act = (word) => async () => { await post(`${JOBS}/${id}/${word}`, undefined); restart(); };
   const last = steps.at(-1) ?? {}, { step = 0, total_steps: total, seconds_left: left } = job.progress ?? {};
   const recent = steps.slice(-8), seconds = recent.reduce((sum, row) => sum + (row.seconds ?? 0), 0);
@@ -138,7 +138,7 @@ function Job({ id }) {
       <${Figure} kind="trains" name="Step" value=${total ? `${step} of ${total}` : "–"} note=${total ? percent(step / total) : ""} />
       <${Figure} name="Loss" value=${digits(last.train_loss)} note=${steps.length ? `began at ${digits(steps[0].train_loss)}` : ""} />
       <${Figure} name="Validation loss" value=${digits(checkpoints[0]?.metrics.valid_loss)} note=${best.length > 1 ? `best ${digits(Math.min(...best))}` : ""} />
-      <${Figure} name="Learning rate" value=${last.learning_rate === undefined ? "–" : last.learning_rate?.toExponential(2)} />
+      <${Figure} name="Learning rate" value=${last.learning_rate ? last.learning_rate.toExponential(2) : digits(last.learning_rate)} />
       <${Figure} name="Speed" value="${digits(rate)} tok/s" note="${digits(job.trained_tokens ?? 0)} tokens trained" />
       <${Figure} name=${isOver ? "Ended" : "Time left"} value=${isOver ? new Date(job.finished_at * 1000).toLocaleTimeString() : left == null ? "–" : duration(left)} note=${isOver ? new Date(job.finished_at * 1000).toLocaleDateString() : job.slowdown ? `slows answers ${digits(job.slowdown)}×` : ""} />
     </div>
@@ -197,7 +197,7 @@ const shown = (value) => (value === undefined ? "–" : typeof value === "string
 
 function Clone({ id }) {
   const { data, error } = useJson(`${JOBS}/${encodeURIComponent(id)}/configuration`);
-  if (!data) return error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`;
+  if (!data) return html`<${Loading} error=${error} />`;
   return html`<p><a href=${jobLink(id)}>The job that is cloned</a></p><${NewJob} from=${data} />`;
 }
 
@@ -222,7 +222,7 @@ function Compare({ ids }) {
     load();
     return () => { gone = true; clearTimeout(timer); };
   }, [ids.join("/")]);
-  if (!found) return error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`;
+  if (!found) return html`<${Loading} error=${error} />`;
   const x = [...new Set(found.flatMap(({ steps, checks }) => [...steps.map((row) => row.step), ...checks.map((one) => one.step_number)]))].sort((a, b) => a - b);
   const series = found.flatMap(({ job, steps, checks }, at) => {
     const rows = new Map(steps.map((row) => [row.step, row.train_loss])), valid = new Map(checks.map((one) => [one.step_number, one.metrics.valid_loss]));

@@ -1,19 +1,15 @@
 // Keys: the tenant's API keys, and what it uses of what it may.
 
-import { Chart, Empty, Notice, Panel, Table, bytes, digits, html, useJson, useState, when } from "../ui.js";
+import { Chart, Empty, Loading, Notice, Panel, Table, bytes, digits, html, useJson, useState, when } from "../ui.js";
 import { Options } from "./common.js";
 
-const KINDS = {
-  files: "Files", adapters: "Adapters", jobs: "Fine-tuning jobs", events: "Events of jobs", checkpoints: "Checkpoints", quarantine: "Quarantined work",
-  tinker_sessions: "Tinker sessions", tinker_samplers: "Tinker samplers", tinker_runs: "Tinker runs", tinker_checkpoints: "Tinker checkpoints",
-  tinker_requests: "Requests of Tinker runs", tinker_states: "States of Tinker runs",
-  creations: "Idempotency keys", responses: "Responses", conversations: "Conversations", response_items: "Items of responses", chat_completions: "Stored chats",
-  batches: "Batches", uploads: "Uploads", checkpoint_permissions: "Shared checkpoints", evals: "Evals", eval_runs: "Runs of evals", eval_items: "Items of evals",
-};
+// Names of what is kept, where those of the API tell less.
+const CALLED = { jobs: "fine-tuning jobs", events: "events of jobs", creations: "idempotency keys", chat_completions: "stored chats", checkpoint_permissions: "shared checkpoints", response_items: "items of responses" };
+const called = (kind) => { const name = CALLED[kind] ?? kind.replaceAll("_", " "); return name[0].toUpperCase() + name.slice(1); };
 
 export default function Keys() {
   const { data, error } = useJson("/web/api/usage", 5);
-  if (!data) return error ? html`<${Notice} error=${error} />` : html`<p class="empty" aria-busy="true">Loading …</p>`;
+  if (!data) return html`<${Loading} error=${error} />`;
   const sum = (field) => data.kept.reduce((all, one) => all + one[field], 0);
   const files = data.kept.find((one) => one.kind === "files")?.rows ?? 0;
   const columns = [
@@ -37,7 +33,7 @@ export default function Keys() {
     </div>
     <${Usage} />
     <${Panel} title="What the server keeps"><${Table} label="Kept records" rowKey=${(row) => row.kind} rows=${data.kept} empty="Nothing yet."
-      columns=${[{ head: "Kind", cell: (row) => KINDS[row.kind] ?? row.kind }, { head: "Number", number: true, cell: (row) => row.rows.toLocaleString() }, { head: "Size", number: true, cell: (row) => bytes(row.bytes) }]} /><//>`;
+      columns=${[{ head: "Kind", cell: (row) => called(row.kind) }, { head: "Number", number: true, cell: (row) => row.rows.toLocaleString() }, { head: "Size", number: true, cell: (row) => bytes(row.bytes) }]} /><//>`;
 }
 
 function Meter({ name, value, most, format = digits }) {

@@ -2,7 +2,7 @@
 
 import { Button, Field, Name, Notice, Panel, bytes, digits, duration, html, toast, useEffect, useJson, useMemo, useState } from "../ui.js";
 import { post, request } from "../api.js";
-import { Drop, Options, jobLink, useDraft } from "./common.js";
+import { Drop, Options, jobLink, named, suffixOf, useDraft } from "./common.js";
 
 const LOOKED_AT = 64 * 2 ** 20; // bytes of a file whose lines are checked before it is sent
 const MOST_PROBLEMS = 5;
@@ -46,8 +46,6 @@ async function upload(file) {
   form.append("file", file, file.name);
   return (await request("POST", "/v1/files", { body: form })).json();
 }
-
-const suffixOf = (name) => name.replace(/\.[^.]*$/, "").replace(/[^A-Za-z0-9._-]+/g, "-").slice(0, 40) || undefined;
 
 export function NewJob({ from }) {
   const [draft, setDraft] = useDraft(from ? "clone" : "job", EMPTY);
@@ -125,7 +123,7 @@ function Form({ draft, setDraft, choices, onFiles, busy }) {
     <div class="fields">
       <${Field} label="Model" hint="The base, or an adapter to go on from"><input list="job-models" value=${body.model} onInput=${({ target }) => change({ model: target.value })} /><//>
       <datalist id="job-models">${(choices?.models ?? []).map((one) => html`<option value=${one} />`)}</datalist>
-      <${Field} label="Name" hint="Part of the adapter's name"><input value=${body.suffix ?? ""} maxlength="64" spellcheck="false" onInput=${({ target }) => change({ suffix: target.value || undefined })} /><//>
+      <${Field} label="Name" hint="Part of the adapter's name"><input value=${body.suffix ?? ""} maxlength="64" spellcheck="false" onInput=${({ target }) => change({ suffix: named(target.value) })} /><//>
       <${Field} label="Method" hint="What training minimises"><select onChange=${({ target }) => change({ method: { type: target.value, [target.value]: {} }, hyperparameters: undefined })}><${Options} names=${choices?.methods ?? [type]} chosen=${type} /></select><//>
       ${numberField("Epochs", "epochs", settings.n_epochs, setting("n_epochs"), `auto: ${valid?.method[valid.method.type]?.hyperparameters.n_epochs ?? "by the number of examples"}`, 1)}
       <${Field} label="Validation file" hint=${body.validation_file ? html`<${Name} text=${draft.validation || body.validation_file} />` : "Optional: its loss is drawn beside"}><input type="file" onChange=${(event) => chooseValidation(event).catch((problem) => toast(problem.message, "error"))} /><//>

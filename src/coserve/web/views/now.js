@@ -117,7 +117,7 @@ function Memory({ now, mine, last }) {
     <${Bar} label="Pages" total=${pages} parts=${[{ name: "pages in use", value: inPages, color: 1 }, { name: "cached", value: cached, color: 3 }, { name: "free", value: free, color: 0 }]} />
     ${places > 0 && html`<${Bar} label="Recurrent states" total=${places + slots} parts=${[{ name: "states in use", value: states, color: 1 }, { name: "cached", value: kept, color: 3 }, { name: "free", value: places + slots - states - kept, color: 0 }]} />`}
     <${Table} label="Memory by owner" rows=${rows} empty="No request, adapter or job holds any of it." columns=${[{ head: "Of this", wide: true, cell: (row) => row.what }, { head: "Memory", number: true, cell: (row) => bytes(Math.round(row.bytes)) }]} />
-    <small>${last.adapters} adapters in memory of ${now.known ?? 0} known, ${now.pinned ?? 0} pinned${now.swap_pages ? `; ${percent(last.swap_used)} of the second tier used` : ""}.</small></div><//>`;
+    <small>Adapters: ${now.known ?? 0} known, ${last.adapters} in memory, ${now.pinned ?? 0} pinned${now.swap_pages ? `; ${percent(last.swap_used)} of the second tier used` : ""}.</small></div><//>`;
 }
 
 // Tokens of the last minute by adapter and job, one's own; of others only how many.

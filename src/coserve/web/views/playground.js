@@ -20,9 +20,13 @@ export default function Playground({ rest }) {
   useEffect(() => { if (offered.base) setDraft((old) => (old.models.length ? {} : { models: [offered.base] })); }, [offered.base]);
   const { answer, stop, busy } = useAnswers(draft, setDraft);
   const [copies, setCopies] = useState(null);
+  const isReady = draft.models.length > 0 && (offered.base !== null || !asked);
+  const [waits, setWaits] = useState(false); // a message that is sent once it is known to which models
+  useEffect(() => { if (isReady && waits) { setWaits(false); send(); } }, [isReady, waits]);
   const send = () => {
     const text = draft.text.trim();
-    if (!text || !draft.models.length || busy) return;
+    if (!text || busy) return;
+    if (!isReady) return setWaits(true);
     const turns = [...draft.turns, { user: text, answers: {} }];
     setDraft({ text: "", turns });
     answer(turns);
@@ -37,22 +41,23 @@ export default function Playground({ rest }) {
     answer([...draft.turns.slice(0, -1), { ...last, answers: { ...last.answers, [model]: told } }], [model]);
   };
   const key = (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); } };
-  return html`<${Models} draft=${draft} setDraft=${setDraft} offered=${offered} disabled=${busy} />
-    <div class="columns">${draft.models.map((model, at) => html`<${Column} key=${model} model=${model} color=${at + 1} turns=${draft.turns} onResults=${busy ? null : (results) => give(model, results)} onCopy=${() => setCopies(model)}
+  return html`<${Notice} error=${offered.error} /><${Models} draft=${draft} setDraft=${setDraft} offered=${offered} disabled=${busy} />
+    <div class="columns">${draft.models.map((model, at) => html`<${Column} key=${model} model=${model} color=${at + 1} turns=${draft.turns} busy=${busy} onResults=${busy ? null : (results) => give(model, results)} onCopy=${() => setCopies(model)}
       onRemove=${draft.models.length > 1 && !busy ? () => setDraft((old) => ({ models: old.models.filter((one) => one !== model) })) : null} />`)}</div>
     <${Panel}><form class="stack" onSubmit=${(event) => { event.preventDefault(); send(); }}>
-      <textarea aria-label="Message" rows="3" placeholder="A message to all of them; Enter sends it" value=${draft.text} onInput=${({ target }) => setDraft({ text: target.value })} onKeyDown=${key}></textarea>
-      <div class="row">${busy ? html`<${Button} onClick=${stop}>Stop<//>` : html`<${Button} type="submit" disabled=${!draft.text.trim() || !draft.models.length}>Send<//>`}
+      <textarea aria-label="Message" rows="3" placeholder="A message${draft.models.length > 1 ? " to all of them" : ""}; Enter sends it" value=${draft.text} onInput=${({ target }) => setDraft({ text: target.value })} onKeyDown=${key}></textarea>
+      <div class="row">${busy ? html`<${Button} onClick=${stop}>Stop<//>` : html`<${Button} type="submit" disabled=${!draft.text.trim() || waits}>Send<//>`}
         <${Button} quiet disabled=${busy || !draft.turns.length} onClick=${again}>Answer again<//>
         <${Button} quiet disabled=${busy || !draft.turns.length} onClick=${() => setDraft({ turns: [] })}>New chat<//>
-        <label class="check"><input type="checkbox" checked=${draft.logprobs} onChange=${({ target }) => setDraft({ logprobs: target.checked })} /> Log-probabilities</label></div>
+        <label class="check"><input type="checkbox" checked=${draft.logprobs} onChange=${({ target }) => setDraft({ logprobs: target.checked })} /> Log-probabilities</label>
+        ${!isReady && html`<small aria-busy="true">${waits ? "It is sent as soon as the models are known …" : "Looking for models …"}</small>`}</div>
       <${Settings} draft=${draft} setDraft=${setDraft} /></form><//>
     ${copies && html`<${Copies} model=${copies} draft=${draft} onClose=${() => setCopies(null)} />`}`;
 }
 
 // Names that can be asked: bases, adapters, and checkpoints of the newest jobs.
 function useModels() {
-  const { data } = useJson("/v1/models", 10);
+  const { data, error } = useJson("/v1/models", 10);
   const [checkpoints, setCheckpoints] = useState([]);
   useEffect(() => {
     let gone = false;
@@ -68,7 +73,7 @@ function useModels() {
     return () => { gone = true; clearInterval(timer); };
   }, []);
   const models = data?.data ?? [];
-  return { base: models.find((one) => one.parent === null)?.id ?? null, names: [...models.map((one) => one.id), ...checkpoints] };
+  return { error, base: models.find((one) => one.parent === null)?.id ?? null, names: [...models.map((one) => one.id), ...checkpoints] };
 }
 
 function Models({ draft, setDraft, offered, disabled }) {
@@ -161,26 +166,27 @@ function joined(calls = [], deltas = []) {
   return found;
 }
 
-function Column({ model, color, turns, onRemove, onCopy, onResults }) {
+function Column({ model, color, turns, busy, onRemove, onCopy, onResults }) {
   const end = useRef(null);
   const length = newest(turns.at(-1)?.answers[model])?.text?.length;
   useEffect(() => { const { parentNode } = end.current; parentNode.scrollTop = parentNode.scrollHeight; }, [turns.length, length]);
   return html`<section class="panel column" aria-label="Chat with ${model}"><header><h2><i class="dot color-${color}"></i><${Name} text=${model} most=${60} /></h2>
       <span class="row"><${Button} quiet onClick=${onCopy}>Copy as<//>${onRemove && html`<button type="button" class="quiet" aria-label="Remove ${model}" onClick=${onRemove}>✕</button>`}</span></header>
-    <div class="chat" tabindex="0" role="log" aria-label="Answers of ${model}">${turns.length === 0 && html`<${Empty}>Nothing has been asked yet.<//>`}
-      ${turns.map((turn, at) => html`<div class="turn" key=${at}><p class="user"><bdi>${turn.user}</bdi></p><${Answer} told=${turn.answers[model]} onResults=${at === turns.length - 1 ? onResults : null} /></div>`)}<span ref=${end}></span></div></section>`;
+    <div class="chat" tabindex="0" role="log" aria-label="Answers of ${model}">${turns.length === 0 && html`<${Empty}>Nothing has been asked yet: write a message below.<//>`}
+      ${turns.map((turn, at) => html`<div class="turn" key=${at}><p class="user"><bdi>${turn.user}</bdi></p><${Answer} told=${turn.answers[model]} busy=${busy} onResults=${at === turns.length - 1 ? onResults : null} /></div>`)}<span ref=${end}></span></div></section>`;
 }
 
-function Answer({ told, onResults }) {
+function Answer({ told, busy, onResults }) {
   if (!told) return null;
   if (told.error) return html`<${Notice}>${told.error}<//>`;
+  const waits = busy && told.state === "waits", isCut = !busy && ["waits", "answers"].includes(told.state); // by a page that was left
   const facts = [told.version && html`version <code>${told.version}</code>`, told.tokens != null && `${told.tokens} tokens`, told.first && `first after ${duration(told.first / 1000)}`,
-    told.took && told.tokens > 1 && `${digits(told.tokens / (told.took / 1000))} tok/s`, told.finish === "length" && "cut at the most tokens", told.state === "stopped" && "stopped"].filter(Boolean);
-  return html`<div class="answer" aria-busy=${told.state === "waits"}>${told.thought && html`<details><summary>Reasoning</summary><p>${told.thought}</p></details>`}
-    ${told.scores ? html`<${Scored} scores=${told.scores} />` : html`<p><bdi>${told.text}</bdi>${told.state === "waits" && html`<span class="cursor">▍</span>`}</p>`}
+    told.took && told.tokens > 1 && `${digits(told.tokens / (told.took / 1000))} tok/s`, told.finish === "length" && "cut at the most tokens", (told.state === "stopped" || isCut) && "stopped"].filter(Boolean);
+  return html`<div class="answer" aria-busy=${waits}>${told.thought && html`<details><summary>Reasoning</summary><p>${told.thought}</p></details>`}
+    ${told.scores ? html`<${Scored} scores=${told.scores} />` : html`<p><bdi>${told.text}</bdi>${waits && html`<span class="cursor">▍</span>`}</p>`}
     ${told.calls?.map((call, at) => html`<pre>${call.name}(${call.arguments})${told.results ? `\n→ ${told.results[at]}` : ""}</pre>`)}<small>${facts.map((one, at) => html`${at ? " · " : ""}${one}`)}</small>
     ${told.calls?.length && !told.results && onResults ? html`<${Results} calls=${told.calls} onResults=${onResults} />` : ""}</div>
-    ${told.then && html`<${Answer} told=${told.then} onResults=${onResults} />`}`;
+    ${told.then && html`<${Answer} told=${told.then} busy=${busy} onResults=${onResults} />`}`;
 }
 
 // What the tools give back, which the person says in their place.
