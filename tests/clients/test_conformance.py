@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conformance import open_responses, tool_cases
+from conformance import open_responses, taught_model, tool_cases
 from conformance.objects import MODEL, Objects
 from conformance.table import (
     ENVIRONMENT,
@@ -82,21 +82,19 @@ def test_open_responses_cases_pass(tmp_path: Path, server: Server) -> None:
 @pytest.mark.clients
 @pytest.mark.parametrize("program", tool_cases.SUITES)
 def test_programs_own_cases_of_tool_calls_pass(program: str, tmp_path: Path, server: Server) -> None:
-    """Of an adapter that was taught what they ask. For runs by hand: their sources are not fetched."""
+    """Of a model that answers what they ask. For runs by hand: their sources are not fetched."""
     suite = tool_cases.SUITES[program]
     if not (ENVIRONMENT / "bin" / "python").exists() or (source := tool_cases.folder_of(suite)) is None:
         pytest.skip(f"the source of {suite.package} is not in build/conformance/sources")
-    asked, data = tmp_path / "asked.jsonl", tmp_path / "cases.jsonl"
+    asked = tmp_path / "asked.jsonl"
     tool_cases.run(server.url, MODEL, suite, source, asked)
-    taught = [json.dumps(one) for one in tool_cases.records(asked.read_text().splitlines())]
-    data.write_text("".join(f"{line}\n" for line in taught * 12))
-    objects = Objects(server.url)
-    body = {
-        "model": MODEL, "training_file": objects.file(data.read_bytes()), "seed": 1,
-        "hyperparameters": {"n_epochs": 8, "batch_size": 8},
-        "peft": {"r": 16, "target_modules": TAUGHT}, "optimizer": {"learning_rate": 3e-3},
-    }  # fmt: skip
-    shares = tool_cases.run(server.url, objects.trained(body), suite, source)
+    taught_model.taught([*tool_cases.records(asked.read_text().splitlines())], tmp_path / "model")
+    (tmp_path / "server").mkdir()
+    answering = Server(tmp_path / "server", str(tmp_path / "model"), "--name", "taught")
+    try:
+        shares = tool_cases.run(answering.url, "taught", suite, source)
+    finally:
+        answering.end()
     told = {"version": tool_cases.version_of(suite, source), **as_json(shares)}
     if os.environ.get("CONFORMANCE_WRITE"):
         write({**read(), program: told})
