@@ -18,13 +18,18 @@ from coserve.adapters.gguf_model import write_merged_gguf
 from models import logits_of, tiny
 
 PYTHON = ENVIRONMENT / "bin" / "python"
-MOST, TOLERANCE = 20, 2e-4
+MOST = 20
+TOLERANCE = 0.01  # of a log-probability: on a CPU llama.cpp takes activation functions from tables in float16
 PROMPTS = [PROMPT, [7] * 90, *LINES[:2]]
 
 
 def llama_cpp(model: Path, lora: Path | None = None) -> list[dict[int, float]]:
     """The likeliest tokens behind each prompt."""
-    given = {"model": str(model), "lora": lora and str(lora), "prompts": PROMPTS, "most": MOST}
+    (letter,) = bytes_of_words().encode("b")
+    given = {
+        "model": str(model), "lora": lora and str(lora), "prompts": PROMPTS, "most": MOST,
+        "taken": f"{letter}",
+    }  # fmt: skip
     done = subprocess.run(
         [str(PYTHON), str(HERE / "llama_cpp_oracle.py")],
         input=json.dumps(given),
@@ -45,7 +50,7 @@ def check(found: list[dict[int, float]], model: PreTrainedModel, base: Path) -> 
         assert len(theirs) == MOST
         worst = max(worst, *(abs(float(ours[id]) - score) for id, score in theirs.items()))
         assert min(theirs.values()) == pytest.approx(float(ours.topk(MOST).values[-1]), abs=TOLERANCE)
-    assert worst < TOLERANCE
+    assert worst < TOLERANCE, worst
     return worst
 
 
