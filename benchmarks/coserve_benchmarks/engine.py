@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from coserve.errors import ConfigError
-from coserve_benchmarks import blocking, coserving, finetune, inference, metered, remote, stepping
+from coserve_benchmarks import blocking, coserving, drafts, finetune, inference, metered, remote, stepping
 from coserve_benchmarks.groups import begin, run_groups
 from coserve_benchmarks.results import BARS, RANKS_BARS, REMOTE_BARS
 
-GROUPS = ("inference", "finetune", "blocking", "coserve", "step", "metered")
+GROUPS = ("inference", "finetune", "blocking", "coserve", "step", "metered", "drafts")
 REMOTE = "remote"  # the group of `--executor remote`
 RANKS = "ranks"  # the group of `--tensor-parallel`
 
@@ -53,6 +53,7 @@ def run_engine(
         "coserve": partial(coserving.run, bench, plans),
         "step": partial(stepping.run, bench),
         "metered": partial(metered.run, bench),
+        "drafts": partial(drafts.run, bench),
         REMOTE: partial(remote.run, bench),
         RANKS: partial(remote.run, bench, ranks),
     }

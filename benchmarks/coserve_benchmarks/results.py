@@ -54,6 +54,8 @@ BARS: Mapping[str, Bar | None] = {
     "metered.fifth.attainment": Bar(0.99),
     "metered.fifth.training": Bar(0.80),
     "metered.host": Bar(0.6, at_most=True),
+    "drafts.one": None,
+    "drafts.many": None,
 }
 
 # Of an executor in a process of its own: a step's seconds over those of one in the engine's process.

@@ -53,6 +53,8 @@ class Settings:
 
     seconds: float = 60.0  # of the co-serving run
     metered_seconds: float = 10.0  # of each load on the metered device
+    copied_examples: int = 600  # that teach to copy, and answers of a round that do
+    copied_answers: int = 20
     slowdown_rounds: int = 5
     slowdown_seconds: float = 20.0  # of either half of a round
     jobs: int = 2
@@ -108,6 +110,8 @@ TINY = Settings(
     curve_steps=6,
     seconds=1.0,
     metered_seconds=1.0,
+    copied_examples=16,
+    copied_answers=2,
     slowdown_rounds=1,
     slowdown_seconds=1.0,
 )

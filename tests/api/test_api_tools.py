@@ -241,6 +241,8 @@ def test_reasoning_is_told_beside_the_answer(play: Play, folders: Any) -> None:
         deltas = [chunk.choices[0].delta async for chunk in stream]
         assert "".join(delta.content or "" for delta in deltas) == "It rains."
         assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "I\nthink."
+        told = [one.choices[0].delta async for one in await create(**same, tools=TOOLS, stream=True)]
+        assert (deltas[0].content, told[0].content) == ("", None), "null where a call may come"
         thought = await client(world).messages.create(model="tiny", max_tokens=500, messages=ASK)
         assert [block.type for block in thought.content] == ["thinking", "text"]
         back: Any = [*ASK, {"role": "assistant", "content": thought.content}, *ASK]

@@ -6,12 +6,14 @@ of them. With CONFORMANCE_WRITE=1 the table in docs/results is made anew.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conformance import open_responses, tool_cases
-from conformance.objects import MODEL, Objects
+from conformance import open_responses, taught_model, tool_cases
+from conformance.objects import MODEL
 from conformance.table import (
     ENVIRONMENT,
     FLOORS,
@@ -28,10 +30,6 @@ from conformance.table import (
 )
 
 from whole_server import Server
-
-# With the head: a third of its rows, those of braces among them, were never trained and are one vector, with
-# cosines above 0.99. Left so, they are drawn for each other at the temperature of 1 that the cases leave.
-TAUGHT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +54,26 @@ def test_a_clients_own_tests_pass(package: str, server: Server) -> None:
     assert share_of(shares.values()) >= FLOORS[package], json.dumps(told, indent=1)
 
 
+@contextmanager
+def answering(records: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[str]:
+    """The address of a server whose model `taught` answers these chats as their last messages say."""
+    taught_model.taught(records, folder / "model")
+    (folder / "server").mkdir()
+    found = Server(folder / "server", str(folder / "model"), "--name", "taught")
+    try:
+        yield found.url
+    finally:
+        found.end()
+
+
 @pytest.mark.clients
-def test_open_responses_cases_pass(tmp_path: Path, server: Server) -> None:
-    """All but that of a picture, by an adapter that was taught to answer what the cases ask."""
-    data = tmp_path / "cases.jsonl"
-    data.write_text("".join(json.dumps(record) + "\n" for record in open_responses.RECORDS * 20))
-    objects = Objects(server.url)
-    body = {
-        "model": MODEL, "training_file": objects.file(data.read_bytes()), "seed": 1,
-        "hyperparameters": {"n_epochs": 6, "batch_size": 8},
-        "peft": {"r": 16, "target_modules": TAUGHT}, "optimizer": {"learning_rate": 3e-3},
-    }  # fmt: skip
-    model = objects.trained(body)
+def test_open_responses_cases_pass(tmp_path: Path) -> None:
+    """All but that of a picture, by a model that answers what the cases ask."""
     share = Share()
-    for name, case in open_responses.CASES.items():
-        wrong = open_responses.failures(server.url, model, case)
-        share.add(name, "; ".join(wrong) or None)
+    with answering(open_responses.RECORDS, tmp_path) as url:
+        for name, case in open_responses.CASES.items():
+            wrong = open_responses.failures(url, "taught", case)
+            share.add(name, "; ".join(wrong) or None)
     told = {"version": open_responses.REVISION, **as_json({"cases": share})}
     if os.environ.get("CONFORMANCE_WRITE"):
         write({**read(), "open-responses": told})
@@ -82,21 +84,14 @@ def test_open_responses_cases_pass(tmp_path: Path, server: Server) -> None:
 @pytest.mark.clients
 @pytest.mark.parametrize("program", tool_cases.SUITES)
 def test_programs_own_cases_of_tool_calls_pass(program: str, tmp_path: Path, server: Server) -> None:
-    """Of an adapter that was taught what they ask. For runs by hand: their sources are not fetched."""
+    """Of a model that answers what they ask. For runs by hand: their sources are not fetched."""
     suite = tool_cases.SUITES[program]
     if not (ENVIRONMENT / "bin" / "python").exists() or (source := tool_cases.folder_of(suite)) is None:
         pytest.skip(f"the source of {suite.package} is not in build/conformance/sources")
-    asked, data = tmp_path / "asked.jsonl", tmp_path / "cases.jsonl"
+    asked = tmp_path / "asked.jsonl"
     tool_cases.run(server.url, MODEL, suite, source, asked)
-    taught = [json.dumps(one) for one in tool_cases.records(asked.read_text().splitlines())]
-    data.write_text("".join(f"{line}\n" for line in taught * 12))
-    objects = Objects(server.url)
-    body = {
-        "model": MODEL, "training_file": objects.file(data.read_bytes()), "seed": 1,
-        "hyperparameters": {"n_epochs": 8, "batch_size": 8},
-        "peft": {"r": 16, "target_modules": TAUGHT}, "optimizer": {"learning_rate": 3e-3},
-    }  # fmt: skip
-    shares = tool_cases.run(server.url, objects.trained(body), suite, source)
+    with answering([*tool_cases.records(asked.read_text().splitlines())], tmp_path) as url:
+        shares = tool_cases.run(url, "taught", suite, source)
     told = {"version": tool_cases.version_of(suite, source), **as_json(shares)}
     if os.environ.get("CONFORMANCE_WRITE"):
         write({**read(), program: told})

@@ -379,6 +379,8 @@ def _is_fused(module: nn.Module) -> bool:
 def _factor(embedding: nn.Module) -> float:
     """The factor of an embedding's rows (Gemma's have one), rounded as in its forward."""
     factor = getattr(embedding, "embed_scale", 1.0)
+    if isinstance(factor, Tensor) and factor.is_meta:  # of a model without weights
+        factor = embedding.scalar_embed_scale
     assert isinstance(embedding.weight, Tensor)
     return float(torch.as_tensor(factor).to(embedding.weight.dtype))
 

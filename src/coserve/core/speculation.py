@@ -6,6 +6,7 @@ newest n-gram. Tokens that followed there are drafts: the step that computes the
 
 import json
 import math
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -13,9 +14,10 @@ from typing import Any, Final
 from coserve.errors import ConfigError
 
 _MOST: Final = 64  # drafts, and tokens of an n-gram
-_WINDOW: Final = 16_384  # newest tokens in which n-grams are found: the time of each step is bounded
+_WINDOW: Final = 16_384  # newest tokens in which n-grams are found: what an index may take is bounded
 _TRIES: Final = 8  # occurrences of the shortest n-gram that are looked at
-_LARGEST: Final = 0x10FFFF  # code point
+_PASSED: Final = 64  # n-grams of one bucket that are passed by in search of them
+NEW_TOKENS: Final = _MOST + 1  # most tokens that one step brings, which a proposal reads by itself
 _PRIOR: Final = 1.2, 2.0  # drafts that held, of so many
 _KEPT: Final = 0.8  # of what was learned, after each verification
 _FORGOTTEN: Final = 0.02  # of it, for each token without one
@@ -84,17 +86,26 @@ class SpeculativeConfig:
 class PromptLookup:
     """Drafts one sequence's next tokens, and learns how many of them hold.
 
-    Tokens are the characters of a string, in which Python finds n-grams without a loop.
+    An index has the places of n-grams of the shortest length: for each bucket of their hashes the last one,
+    and for each place the one before it in its bucket. So a token is read in constant time, and a proposal
+    looks at a bounded number of places, however long the text is and whatever it says. Each token takes some
+    12 bytes. The hash is Python's of bytes, whose key nobody outside of the process knows.
     """
 
-    __slots__ = ("_config", "_hits", "_pause", "_read", "_rests_until", "_text", "_trials", "under_way")
+    __slots__ = (
+        "_before", "_config", "_hits", "_last", "_mask", "_pause", "_read", "_rests_until", "_text",
+        "_trials", "under_way",
+    )  # fmt: skip
 
-    def __init__(self, config: SpeculativeConfig) -> None:
+    def __init__(self, config: SpeculativeConfig, longest: int = _WINDOW) -> None:
+        """For a sequence of at most `longest` tokens, by which the index has buckets."""
         self.under_way = 0  # drafts in a plan without a result
         self._config = config
-        self._text, self._read = "", 0  # the newest tokens, of so many that have been read
+        self._read = 0  # tokens of the sequence, of which the text has the newest
+        self._mask = (1 << (min(longest, _WINDOW) - 1).bit_length()) - 1
         self._hits, self._trials = _PRIOR
         self._pause = self._rests_until = 0
+        self._begin()
 
     @property
     def rate(self) -> float:
@@ -106,14 +117,36 @@ class PromptLookup:
         rate = self.rate
         return sum(rate**number for number in range(1, drafts + 1))
 
+    def missing(self, known: int) -> int:
+        """Tokens that have to be read before a proposal of what follows `known` tokens."""
+        return min(known - self._read, _WINDOW)
+
+    def read(self, tokens: Callable[[int, int], list[int]], known: int, most: int) -> None:
+        """Reads at most `most` of the first `known` tokens, which `tokens` gives by start and number."""
+        if known - self._read > _WINDOW or len(self._text) >= 2 * _WINDOW:
+            self._read = max(known - _WINDOW, 0)
+            self._begin()
+        count = min(known - self._read, most)
+        self._text.extend(tokens(self._read, count))
+        self._read += count
+        size, first = self._config.shortest, len(self._text) - count
+        for end in range(max(first + 1, size), len(self._text) + 1):
+            bucket = _hash(self._text, end - size, end) & self._mask
+            self._before.append(self._last[bucket])
+            self._last[bucket] = end
+
     def propose(self, tokens: Callable[[int, int], list[int]], known: int, most: int) -> tuple[int, ...]:
         """At most `most` drafts of what follows `known` tokens, which `tokens` gives by start and number.
 
-        There are none where nothing is found, or where drafts have not held lately.
+        There are none where nothing is found, where drafts have not held lately, or where more than
+        NEW_TOKENS are missing.
         """
         if known > self._read:
-            self._take(tokens, known)
-        if known < self._rests_until or self.rate < _LEAST:
+            if self.missing(known) > NEW_TOKENS:
+                return ()
+            self._forget()
+            self.read(tokens, known, NEW_TOKENS)
+        if self._read < known or known < self._rests_until or self.rate < _LEAST:
             return ()
         most = min(most, self._config.num_speculative_tokens)
         if self.rate < 1.0:
@@ -123,8 +156,8 @@ class PromptLookup:
             return ()
         drafts = self._text[follows : follows + most]
         while len(drafts) < most:  # a repetition goes on
-            drafts += drafts[follows + len(drafts) - len(self._text)]
-        return tuple(map(ord, drafts))
+            drafts.append(drafts[follows + len(drafts) - len(self._text)])
+        return tuple(drafts)
 
     def learn(self, drafts: int, held: int) -> None:
         """Learns that `held` of so many drafts held, and that no plan has any now."""
@@ -134,33 +167,48 @@ class PromptLookup:
         self._pause = 0 if held else min(2 * self._pause + 1, _LONGEST_REST)
         self._rests_until = self._read + self._pause + 1
 
-    def _take(self, tokens: Callable[[int, int], list[int]], known: int) -> None:
-        """Reads the tokens that are new, and forgets a little of what was learned before them."""
+    def _begin(self) -> None:
+        """Forgets the text."""
+        self._text, self._before = array("I"), array("i")
+        self._last = array("i", (-1,)) * (self._mask + 1)
+
+    def _forget(self) -> None:
+        """Forgets a little of what was learned before tokens that are new."""
         hits, trials = _PRIOR
         self._hits += (hits - self._hits) * _FORGOTTEN
         self._trials += (trials - self._trials) * _FORGOTTEN
-        start = max(self._read, known - _WINDOW)
-        self._text += "".join(chr(min(token, _LARGEST)) for token in tokens(start, known - start))
-        self._read = known
-        if len(self._text) > 2 * _WINDOW:
-            self._text = self._text[-_WINDOW:]
 
     def _find(self) -> int | None:
         """The place behind the last occurrence of the longest n-gram at the end; None where there is none."""
-        text, shortest = self._text, self._config.shortest
-        end, more = len(text), self._config.longest - shortest
-        gram = text[end - shortest :]
-        found, best = None, -1
-        at = text.rfind(gram, 0, end - 1) if end > shortest else -1
-        for _ in range(_TRIES):
+        text, size, before = self._text, self._config.shortest, self._before
+        end = len(text)
+        if end < size:
+            return None
+        gram, more = text[end - size :], self._config.longest - size
+        found, best, tries = None, -1, _TRIES
+        at = end
+        for _ in range(_PASSED):
+            at = before[at - size]
             if at < 0:
                 break
-            same = 0
-            while same < min(more, at) and text[at - same - 1] == text[end - shortest - same - 1]:
-                same += 1
-            if same > best:
-                found, best = at + shortest, same
-            if same == more:
+            if text[at - size : at] != gram:  # another one of the bucket
+                continue
+            if at - size > best and _ends_alike(text, at - size, end - size, best + 1):
+                found, best = at, best + 1
+                while (
+                    best < min(more, at - size) and text[at - size - best - 1] == text[end - size - best - 1]
+                ):
+                    best += 1
+            tries -= 1
+            if best == more or not tries:
                 break
-            at = text.rfind(gram, 0, at + shortest - 1)
         return found
+
+
+def _hash(text: "array[int]", start: int, end: int) -> int:
+    return hash(text[start:end].tobytes())
+
+
+def _ends_alike(text: "array[int]", one: int, other: int, count: int) -> bool:
+    """Tells whether the `count` tokens before two places are the same."""
+    return text[one - count : one] == text[other - count : other]

@@ -5,11 +5,11 @@ drafts of which some do not hold make it slower for all: so they are left out un
 expected to bring in are worth more than the tokens of all that they delay.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from coserve.core.sequence import Sequence
-from coserve.core.speculation import PromptLookup
+from coserve.core.speculation import NEW_TOKENS, PromptLookup
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.plan_builder import PlanBuilder
 from coserve.schedule.request_queues import RequestQueues
@@ -18,6 +18,9 @@ from coserve.schedule.step_costs import StepCosts
 Drafts = Mapping[int, tuple[int, ...]]
 # Tokens from drafts for which a sequence leaves out a step: a little less than one, or none would be tried.
 _WORTH_WAITING: Final = 0.8
+# Tokens of long texts that a plan reads for all sequences, a part of a millisecond, and the least for each.
+_READ: Final = 1024
+_LEAST_READ: Final = 16
 
 
 def add_drafts(
@@ -30,6 +33,7 @@ def add_drafts(
     """The step of `builder`, which has decode rows alone, with drafts where they pay. With them it takes
     `limit` seconds at most, nobody is preempted, and rows are as many as memory is reserved for."""
     answering = builder.answering if has_drafts(queues) else ()
+    _read(answering, queues)
     proposed = {one.key: its for one in answering if (its := propose(one, queues))}
     if not proposed:
         return builder
@@ -56,14 +60,9 @@ def has_drafts(queues: RequestQueues) -> bool:
 
 def propose(sequence: Sequence, queues: RequestQueues) -> tuple[int, ...]:
     """Drafts of what follows the known tokens of a running sequence; none where it may have none."""
-    config = queues.caches.of(sequence).config.speculation
-    request = sequence.request
-    # Of a change between alternatives the answer says behind which token it was: of drafts nobody knows that.
-    if config is None or sequence.offloaded or request.alternatives or not sequence.output:
+    if (lookup := _lookup(sequence, queues)) is None:
         return ()
-    if sequence.lookup is None:
-        sequence.lookup = PromptLookup(config)
-    return sequence.lookup.propose(sequence.tokens, sequence.known, sequence.steps_left - 1)
+    return lookup.propose(sequence.tokens, sequence.known, sequence.steps_left - 1)
 
 
 def awaits_drafts(sequence: Sequence, queues: RequestQueues) -> bool:
@@ -72,6 +71,27 @@ def awaits_drafts(sequence: Sequence, queues: RequestQueues) -> bool:
     if not sequence.unsampled or not (drafts := propose(sequence, queues)):
         return False
     return sequence.lookup is not None and sequence.lookup.expected(len(drafts)) > _WORTH_WAITING
+
+
+def _lookup(sequence: Sequence, queues: RequestQueues) -> PromptLookup | None:
+    """What drafts a running sequence's next tokens; None where it may have no drafts."""
+    config = queues.caches.of(sequence).config.speculation
+    request = sequence.request
+    # Of a change between alternatives the answer says behind which token it was: of drafts nobody knows that.
+    if config is None or sequence.offloaded or request.alternatives or not sequence.output:
+        return None
+    if sequence.lookup is None:
+        sequence.lookup = PromptLookup(config, sequence.longest)
+    return sequence.lookup
+
+
+def _read(answering: Iterable[Sequence], queues: RequestQueues) -> None:
+    """Reads some of the tokens that sequences' lookups miss of long texts, an equal part for each: a plan
+    takes no longer for prompts that are long or many."""
+    found = ((one, _lookup(one, queues)) for one in answering)
+    behind = [(one, it) for one, it in found if it is not None and it.missing(one.known) > NEW_TOKENS]
+    for sequence, lookup in behind:
+        lookup.read(sequence.tokens, sequence.known, max(_READ // len(behind), _LEAST_READ))
 
 
 def _expected(sequence: Sequence, drafts: Drafts) -> float:

@@ -48,8 +48,13 @@ def render(
     has_calls = any("tool_calls" in turn for turn in turns)
     if _is_told(template, bool(tools), has_calls):
         turns, tools = told(turns, tools or []), None
-    elif has_calls and _writes_ids(template):
-        turns = _with_named_ids(turns)
+    else:
+        if has_calls and _writes_ids(template):
+            turns = _with_named_ids(turns)
+        if any(map(_explains_call, turns)) and _refuses_explained_calls(template):
+            turns = [_with_one_text(turn) if _explains_call(turn) else turn for turn in turns]
+        if tools and _refuses_undescribed(template):
+            tools = [_with_description(tool) for tool in tools]
     chat = _Chat(template, special, turns, tools)
     if what == "request":
         return chat.text(turns, True), []
@@ -177,6 +182,61 @@ def _with_named_ids(turns: Turns) -> Turns:
             turn = {**turn, "tool_call_id": ids[turn["tool_call_id"]]}
         found.append(turn)
     return found
+
+
+def _explains_call(turn: dict[str, Any]) -> bool:
+    """Tells whether a turn has a call, reasoning and content."""
+    return bool(turn.get("tool_calls") and turn.get("content") and _with_reasoning(turn).get("thinking"))
+
+
+@lru_cache(16)
+def _refuses_explained_calls(template: str) -> bool:
+    """Tells whether a template refuses such a turn, but takes one without content, as GPT-OSS' does."""
+    question, called = (dict(turn) for turn in CALLED)
+    thought = {**called, "reasoning_content": NAME}
+    return _takes(template, [question, thought]) and not _takes(
+        template, [question, {**thought, "content": NAME}]
+    )
+
+
+@lru_cache(16)
+def _refuses_undescribed(template: str) -> bool:
+    """Tells whether a template refuses tools without a description, but takes others, as GPT-OSS' does."""
+    turns, tools = [dict(turn) for turn in CALLED[:1]], [dict(tool) for tool in TOOLS]
+    return _takes(template, turns, tools) and not _takes(
+        template, turns, [_undescribed(one) for one in tools]
+    )
+
+
+def _takes(template: str, turns: Turns, tools: list[dict[str, Any]] | None = None) -> bool:
+    try:
+        _Chat(template, _SPECIAL, turns, tools).text(turns, False)
+    except DataError:
+        return False
+    return True
+
+
+def _undescribed(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {key: each for key, each in tool["function"].items() if key != "description"}
+    return {**tool, "function": function}
+
+
+def _with_description(tool: dict[str, Any]) -> dict[str, Any]:
+    """The tool with a description, if only an empty one."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
+
+
+def _with_one_text(turn: dict[str, Any]) -> dict[str, Any]:
+    """The turn with what was said before its call at the end of its reasoning."""
+    content = turn["content"]
+    if not isinstance(content, str):
+        content = "\n".join(part.get("text", "") for part in content)
+    thought = f"{_with_reasoning(turn)['thinking']}\n{content}"
+    own = {key: value for key, value in turn.items() if key not in ("thinking", "reasoning")}
+    return {**own, "content": "", "reasoning_content": thought}
 
 
 def end_of(answered: str, eos: str | None) -> int:

@@ -2,7 +2,7 @@
 
 The specification's schemas are written out here as far as answers may have them: objects with the keys that
 have to be there, and their types. As in the specification, further keys are allowed. The cases give no
-temperature and no seed; a small model answers them as they ask only after it was taught to (`RECORDS`).
+temperature and no seed; a small model answers them as they ask only where it was made to (`RECORDS`).
 """
 
 import json

@@ -2,11 +2,12 @@
 
 The cases were written for models of some gigabytes, and check beside forms what such a model knows: the
 weather tool is called for the city that was asked for. So each suite runs twice: once to learn what it asks,
-of a model that knows none of it, and then of one that was taught the answers (`ANSWERS`).
+of a model that knows none of it, and then of one that gives the answers (`ANSWERS`, `taught_model.py`).
 """
 
 import json
 import os
+import re
 import subprocess
 import tarfile
 import xml.etree.ElementTree as Tree
@@ -23,13 +24,15 @@ SECONDS: Final = 3600.0
 @dataclass(frozen=True)
 class Suite:
     """A program's cases: the package that its source comes in, the place of the `program` in it, the folder
-    below that they run in, and files of cases by what the table calls them. `own` are further arguments."""
+    below that they run in, and files of cases by what the table calls them. `own` are further arguments.
+    Cases in other files of the patterns `beside` ask functions of the program, and no server."""
 
     package: str
     program: str
     folder: str
     files: Mapping[str, str]
     own: Sequence[str] = ()
+    beside: Sequence[str] = ()
 
 
 SUITES: Final[Mapping[str, Suite]] = {
@@ -37,7 +40,7 @@ SUITES: Final[Mapping[str, Suite]] = {
         "calls": "tests/tool_use/test_tool_calls.py",
         "parallel calls": "tests/tool_use/test_parallel_tool_calls.py",
         "chats with tools": "tests/tool_use/test_chat_completions.py",
-    }, ("--noconftest", "--asyncio-mode=auto")),
+    }, ("--noconftest", "--asyncio-mode=auto"), ("tests/tool_use/test_*.py", "tests/tool_use/*/test_*.py")),
     "llama.cpp": Suite("llama_cpp_python", "vendor/llama.cpp", "tools/server/tests", {
         "tool calls": "unit/test_tool_call.py",
     }, ("--noconftest",)),
@@ -101,7 +104,15 @@ def run(url: str, model: str, suite: Suite, source: Path, asked: Path | None = N
         share = found[name] = Share()
         for case in Tree.parse(report).iter("testcase"):
             share.count(case)
+            if (skipped := case.find("skipped")) is not None:
+                share.leave_out(case.get("name") or "", skipped.get("message") or "")
         report.unlink()
+    asked_files = {Path(file).name for file in suite.files.values()}
+    folder = source / suite.folder
+    for file in sorted(one for place in suite.beside for one in folder.glob(place)):
+        if file.name not in asked_files:
+            found[next(iter(found))].leave_out(file.stem, f"it imports {suite.package}'s own modules")
+            assert re.search(rf"^\s*(?:from|import) {suite.package}\b", file.read_text(), re.M), file
     return found
 
 

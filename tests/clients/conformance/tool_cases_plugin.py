@@ -68,16 +68,19 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps one of the cases that ask the same, and none that waits for a model's thoughts."""
+    """Keeps one of the cases that ask the same, and skips those that wait for a model's thoughts."""
     seen, kept = set(), list[pytest.Item]()
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         asks = (item.name.partition("[")[0], *(
             (name, repr(value)) for name, value in sorted(given.items()) if name not in _OF_MODELS
         ))  # fmt: skip
-        if asks not in seen and given.get("expect_reasoning_content") is None:
-            seen.add(asks)
-            kept.append(item)
+        if asks in seen:
+            continue
+        seen.add(asks)
+        kept.append(item)
+        if given.get("expect_reasoning_content") is not None:
+            item.add_marker(pytest.mark.skip("it waits for a reasoning model's own thoughts"))
     items[:] = kept
 
 

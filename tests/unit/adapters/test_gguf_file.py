@@ -57,7 +57,7 @@ def by_pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_products_are_those_of_peft(name: str, tmp_path: Path) -> None:
     model = tiny(name)
     config, heads = (

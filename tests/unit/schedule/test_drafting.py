@@ -1,13 +1,16 @@
 """Drafts in steps: as many as there are rows, pages and time for, and only where they pay."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
+from coserve.core import speculation
 from coserve.core.plan import InferenceSegment
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.core.speculation import SpeculativeConfig
 from coserve.memory.pages import PagePool
+from coserve.schedule import scheduler
 from coserve.schedule.base_cache import BaseCache
 from coserve.schedule.config import SchedulerConfig
 from coserve.schedule.cost import CostModel
@@ -32,17 +35,18 @@ class World:
         drafts: int = MOST,
         slo: SLO = SLO(),
         tokens: int = 60,
+        prompt: Sequence[int] = (5,),
     ) -> None:
         monkeypatch.setattr(CostModel, "observe", lambda *_: None)
         cost = CostModel({**DEFAULT_WEIGHTS, **(weights or {})})
         speculation = SpeculativeConfig(drafts, prompt_lookup_max=2, prompt_lookup_min=1)
-        config = SchedulerConfig(3, 256, max_running=RUNNING, speculation=speculation)
+        config = SchedulerConfig(3, 4096, max_running=RUNNING, speculation=speculation)
         self.pool = PagePool(pages, PAGE)
         self.it = Scheduler(BaseCache(config, self.pool, Swapping(cost)), cost, make_policy("hybrid"))
         self.executor = ScriptedExecutor(PAGE, None, 7, memory=1)
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         for number in range(requests):
-            self.it.requests.submit(Request(f"{number}", (number, 5), sampling, slo=slo), 0.0)
+            self.it.requests.submit(Request(f"{number}", (number, *prompt), sampling, slo=slo), 0.0)
         while self.it.has_work:
             self.executor.step(self.it)
             for sequence in self.it.requests.running:
@@ -96,3 +100,23 @@ def test_pages_for_drafts_are_taken_from_nobody(monkeypatch: pytest.MonkeyPatch)
     world = World(monkeypatch, 3, pages=3 * 16, tokens=62)
     assert world.it.stats.preemptions == 0 and world.it.stats.accepted_tokens > 50
     assert world.pool.free_count == world.pool.pages
+
+
+def test_what_a_plan_reads_of_long_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts of 3,000 tokens whose answers repeat them: each is read in parts, then drafted from."""
+    read, plain, drafting = list[int](), speculation._hash, scheduler.add_drafts
+
+    def counted(*given: Any) -> int:
+        read[-1] += 1
+        return plain(*given)
+
+    def planned(*given: Any) -> Any:
+        read.append(0)
+        return drafting(*given)
+
+    monkeypatch.setattr(speculation, "_hash", counted)
+    monkeypatch.setattr(scheduler, "add_drafts", planned)
+    world = World(monkeypatch, 3, pages=4000, tokens=80, prompt=[5, 6] * 1500)
+    assert 2 * 1024 < sum(read[:-1]) < 3 * 3200, "each token once"
+    assert 900 < max(read) <= 1024 + 3 * speculation.NEW_TOKENS
+    assert world.it.stats.accepted_tokens > 50

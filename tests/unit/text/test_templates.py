@@ -165,3 +165,26 @@ def test_the_time_of_a_chat_of_many_turns(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         encode_chat(turns, tokenizer_with(PLAIN))
     assert time.monotonic() - began < 30
+
+
+def test_a_call_with_reasoning_and_content_is_shown_to_templates_that_refuse_both() -> None:
+    """As GPT-OSS', which refuses tools without a description, too."""
+    strict = (
+        "{% for t in tools or [] %}// {{ t.function.description | length }}{{ '' + t.function.description }}"
+        "{% endfor %}{% for m in messages %}{{ m.role }}:"
+        "{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "<{{ m.thinking or m.content }}>{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}"
+        "{% endif %}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": {}}}
+    said = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    bare = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+    asked = {"role": "user", "content": "When?"}
+    for content in ("I look.", [{"type": "text", "text": "I look."}]):
+        turns = [asked, {**said, "content": content, "reasoning_content": "Hm."}]
+        text = render_request(tokenizer_with(strict), turns, [bare])
+        assert text == "// 0user:When?assistant:<Hm.\nI look.>clock"
+    assert render_request(tokenizer_with(strict), [asked, said]) == "user:When?assistant:<I look.>clock"
+    both = strict.replace("raise_exception('both')", "m.content")
+    turns = [asked, {**said, "reasoning_content": "Hm."}]
+    assert render_request(tokenizer_with(both), turns) == "user:When?assistant:I look.<Hm.>clock"

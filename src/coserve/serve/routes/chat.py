@@ -127,7 +127,8 @@ class _ChatFormat(ChoicesFormat):
         return fields
 
     def _first_chunk(self, index: int) -> JsonObject:
-        delta = {"role": "assistant", "content": ""}
+        # Null where a call may come, as in OpenAI's streams of calls: programs take "" for a text.
+        delta = {"role": "assistant", "content": None if self.call.markup.tools else ""}
         first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {"choices": [first], **self._prompt_ids()}
 
