@@ -238,9 +238,8 @@ def test_models_that_cannot_be_cut(
 
 @pytest.mark.parametrize(
     "setting",
-    [{"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
-     {"tensor_parallel": 65}, {"tensor_parallel": 0}],
-)  # fmt: skip
+    [{"offload": True}, {"base": "unix:/nowhere"}, {"tensor_parallel": 65}, {"tensor_parallel": 0}],
+)
 def test_settings_that_do_not_go_with_ranks(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel"):
         replace(CONFIG, **setting)

@@ -125,6 +125,8 @@ class Service:
             try:
                 result = self._worker.run(self._waiting[0])
             except PassFailed as error:
+                if self._ranks.count > 1:  # the others wait for this one within the pass
+                    raise
                 self._has_failed = True
                 fault = type(error).__name__, str(error)
                 send_frame(self._steps, FAILED + msgspec.msgpack.encode(fault))
