@@ -195,7 +195,9 @@ def main(descriptors: Sequence[int]) -> None:
         if start.rank.count > 1:
             with suppress(OSError):
                 why = f"{type(error).__name__}: {words_of(error)}"
-                send_frame(steps, ENDED + msgspec.msgpack.encode((time.monotonic(), why)))
+                is_crash = not isinstance(error, PassFailed)  # a file's fault is no work's
+                told = time.monotonic(), why, is_crash
+                send_frame(steps, ENDED + msgspec.msgpack.encode(told))
         raise
 
 
