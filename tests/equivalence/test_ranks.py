@@ -27,6 +27,10 @@ from coserve.engine.finetuning import FineTuning
 from coserve.errors import ConfigError, UnsupportedModel
 from coserve.executors.remote import RemoteExecutor
 from coserve.train.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
+from coserve.train.example import Example
+from coserve.train.labelled import TokenAnswer
+from coserve.train.objectives import DPO, KTO, ORPO, Distillation, Objective
+from coserve.train.pairs import TokenPair
 from forked_executors import fork_executors
 from models import ARCHITECTURES, logits_of, prompts, save, tiny, with_lora
 from recurrent import SHAPES
@@ -302,6 +306,7 @@ FOUR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_key_v
 DELTA_ON_FOUR = {**SHAPES["qwen3_5_text"], **FOUR_HEADS}
 GROUPS_ON_FOUR = {**SHAPES["mamba2"], "num_heads": 8, "head_dim": 12, "n_groups": 2}
 WHOLE_GROUPS = {**SHAPES["nemotron_h"], "n_groups": 2, "mamba_proj_bias": True, "use_bias": True}
+LORA_ON_HEAD = LoRAConfig(rank=3, targets=ENDS)
 STREAMED, STREAMED_STATES = {"base_memory": "184KiB"}, {"base_memory": "200KiB", "quantize": "8bit"}
 EIGHT, FOUR_BITS = {"quantize": "8bit"}, {"quantize": "4bit"}
 
@@ -352,6 +357,56 @@ def test_other_cuts(
     of which each rank quantizes its own part. With so many ranks in so many stages."""
     fork_executors(monkeypatch)
     compare(save(tiny(name, **changes), tmp_path / name), grid, *parts, **settings)
+
+
+def pairs_of(count: int) -> list[TokenPair]:
+    draws = random.Random("pairs")
+
+    def answered(asked: list[int]) -> Example:
+        (answer,) = prompts(draws, [draws.randint(2, 9)])
+        return Example((*asked, *answer), (*[-100] * (len(asked) - 1), *answer, -100))
+
+    asked = prompts(draws, [draws.randint(2, 6) for _ in range(count)])
+    return [TokenPair(answered(own), answered(own)) for own in asked]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(4, 1), (2, 2)])
+def test_objectives_over_a_vocabulary_that_ranks_share(
+    grid: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of pairs, of answers, and of a teacher's likeliest tokens, more than a rank's part has; and
+    answers that are drawn from all tokens, beside greedy ones and some that need whole logits."""
+    fork_executors(monkeypatch)
+    folder = save(tiny("gemma2", torch.float64, num_key_value_heads=4), tmp_path / "model")
+    pairs = pairs_of(6)
+    answers = [TokenAnswer(own.chosen, number % 2 == 0) for number, own in enumerate(pairs)]
+    jobs: dict[str, tuple[Any, Objective]] = {
+        "dpo": (pairs, DPO()),
+        "orpo": (pairs, ORPO()),
+        "kto": (answers, KTO()),
+        "distilled": ([own.chosen for own in pairs], Distillation(top_k=40, temperature=1.5)),
+    }
+    found = []
+    for ranks, stages in ((1, 1), grid):
+        with engine_of(folder, ranks, pipeline_parallel=stages) as engine:
+            begun = [
+                engine.finetune(data, name, LORA_ON_HEAD, TRAINING, objective=objective)
+                for name, (data, objective) in jobs.items()
+            ]
+            asked = [
+                engine.generate([5, 9, 2], None, SamplingParams(max_tokens=8, ignore_eos=True, **own))
+                for own in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 4, "top_k": 5})
+            ]
+            engine.run()
+            found.append(
+                ([own.tokens for own in asked], [(s.loss, s.grad_norm) for job in begun for s in job.history])
+            )
+    (tokens, one), (others, several) = found
+    assert tokens == others and len({*map(tuple, tokens)}) == 3
+    assert len(one) == 4 * TRAINING.max_steps
+    for before, after in zip(one, several, strict=True):
+        assert after == pytest.approx(before, rel=1e-9, abs=1e-9)
 
 
 def test_blocks_of_four_bits_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
