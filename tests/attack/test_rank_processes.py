@@ -182,7 +182,8 @@ def test_a_rank_that_cannot_read_what_it_streams_ends_the_group_with_the_reason(
     busy(engine)
     engine.step()
     open_files = Path(f"/proc/{ranks(engine).workers[1].process.pid}/fd")
-    scratch = [own for own in open_files.iterdir() if os.readlink(own).startswith(f"{tmp_path}/coserve")]
+    scratch = [own for own in open_files.iterdir() if os.readlink(own).startswith(str(tmp_path))]
+    assert scratch
     for own in scratch:  # one file, opened in two ways
         os.truncate(own, 0)
     assert "rank 1 of 2 has failed: WeightsUnreadable: " in lost(engine, False, 90.0)
