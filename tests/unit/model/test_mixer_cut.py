@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from coserve.adapters.text_part import keep_text
 from coserve.errors import UnsupportedModel
 from coserve.model.sharded.mixers import MixerCut
 from coserve.model.sharded.plan import ShardPlan
 from coserve.parallel.ranks import Ranks
+from coserve.parallel.search import Cut
+from coserve_benchmarks.models import shrunk
 from recurrent import build
 from threaded_ranks import ThreadRanks, on_ranks
 
@@ -37,6 +40,16 @@ def test_what_ranks_do_not_divide_is_refused(
         model = build(name, **changes)
     with pytest.raises(UnsupportedModel, match=words):
         ShardPlan.of(model, count)
+
+
+def test_the_text_part_of_a_multimodal_model_is_cut_by_heads() -> None:
+    """Its layers are below other modules than those of the language model alone."""
+    with torch.device("meta"):
+        model = shrunk.build("qwen3_5")
+    keep_text(model)
+    plan, path = ShardPlan.of(model, 2), "model.language_model.layers.0.linear_attn"
+    assert path in plan.mixers and f"{path}.in_proj_qkv" in plan.pieces
+    assert plan.linears[f"{path}.out_proj"] is Cut.ROWWISE and plan.gathered == {"lm_head"}
 
 
 def test_a_rank_has_its_heads() -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from coserve.adapters.sites import decoder_of
 from coserve.errors import UnsupportedModel
 from coserve.model.origin import linear_paths
 from coserve.model.refusal import unsupported
@@ -124,7 +125,7 @@ class ShardPlan:
         """Reads the plan of a model, whose tensors need no data, without modules of other stages of a
         pipeline. Raises UnsupportedModel."""
         name = model.config.model_type
-        rules: dict[str, str] = {**(model.tp_plan or {}), **_OWN.get(name, {})}
+        rules: dict[str, str] = {**(model.tp_plan or {}), **_own_rules(model)}
         if not any(style in ("colwise", "packed_colwise", _MIXER, *_PACKED) for style in rules.values()):
             raise unsupported(name, "transformers has no tensor-parallel plan for it", _INSTEAD)
         linears: dict[str, Cut] = {}
@@ -190,6 +191,15 @@ class ShardPlan:
             ranks, linears, frozenset(gathered), frozenset(experts), embedding, tensors, pieces,
             frozenset(headwise), widths, frozenset(split), shared, cuts_heads, mixers,
         )  # fmt: skip
+
+
+def _own_rules(model: PreTrainedModel) -> dict[str, str]:
+    """The plan of coserve's for a model, or for the text part of one: its decoder may be below others."""
+    decoder = decoder_of(model)
+    path = next((path for path, module in model.named_modules() if module is decoder), "")
+    rules = _OWN.get(model.config.get_text_config().model_type, {})
+    below = ((rule.partition(".")[2], style, rule) for rule, style in rules.items())
+    return {f"{path}.{inside}" if inside else rule: style for inside, style, rule in below}
 
 
 def planned_modules(
