@@ -253,7 +253,7 @@ class EngineConfig:
             "tensor_parallel": (self.ranks > MOST_RANKS, f"a model has at most {MOST_RANKS} ranks in all"),
             "deterministic": (staged and self.deterministic, "stages run several plans at once"),
             "base": (bool(self.base), "its linears are computed elsewhere already"),
-            "base_memory": (self.base_memory != "auto", "a base that is cut is not streamed"),
+            "base_memory": (staged and self.base_memory != "auto", "layers of a stage stay in its memory"),
             "offload": (self.offload, "optimizer state that is cut stays beside its weights"),
             "speculative_config": (
                 staged and bool(self.speculative_config),

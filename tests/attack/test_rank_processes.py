@@ -171,6 +171,24 @@ def test_a_rank_whose_memory_does_not_last_ends_the_group_with_the_reason(engine
     assert "has failed: RuntimeError: DefaultCPUAllocator: can't allocate memory" in said
 
 
+def test_a_rank_that_cannot_read_what_it_streams_ends_the_group_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No work is to blame. The other rank has read its part, and waits."""
+    fork_executors(monkeypatch)
+    config = replace(CONFIG, base_memory="220KiB", scratch=str(tmp_path), swap_space="0")
+    engine = Engine(tiny("llama"), config)
+    assert engine.streaming is not None and engine.streaming.plan.read_nbytes
+    busy(engine)
+    engine.step()
+    open_files = Path(f"/proc/{ranks(engine).workers[1].process.pid}/fd")
+    scratch = [own for own in open_files.iterdir() if os.readlink(own).startswith(str(tmp_path))]
+    assert scratch
+    for own in scratch:  # one file, opened in two ways
+        os.truncate(own, 0)
+    assert "rank 1 of 2 has failed: WeightsUnreadable: " in lost(engine, False, 90.0)
+
+
 class _Told:
     """A process that answers with one result."""
 
@@ -238,9 +256,8 @@ def test_models_that_cannot_be_cut(
 
 @pytest.mark.parametrize(
     "setting",
-    [{"base_memory": "1GiB"}, {"offload": True}, {"base": "unix:/nowhere"},
-     {"tensor_parallel": 65}, {"tensor_parallel": 0}],
-)  # fmt: skip
+    [{"offload": True}, {"base": "unix:/nowhere"}, {"tensor_parallel": 65}, {"tensor_parallel": 0}],
+)
 def test_settings_that_do_not_go_with_ranks(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel"):
         replace(CONFIG, **setting)

@@ -27,6 +27,10 @@ from coserve.engine.finetuning import FineTuning
 from coserve.errors import ConfigError, UnsupportedModel
 from coserve.executors.remote import RemoteExecutor
 from coserve.train.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
+from coserve.train.example import Example
+from coserve.train.labelled import TokenAnswer
+from coserve.train.objectives import DPO, KTO, ORPO, Distillation, Objective
+from coserve.train.pairs import TokenPair
 from forked_executors import fork_executors
 from models import ARCHITECTURES, logits_of, prompts, save, tiny, with_lora
 from recurrent import SHAPES
@@ -206,8 +210,11 @@ def compare(folder: Path, grid: tuple[int, int], *parts: object, near: float = 1
     """Answers of the base and of a trained adapter, and its training: of one rank, and of so many in so many
     stages."""
     questions, found = prompts(random.Random(folder.name), [9, 3, 21]), []
+    room = settings.pop("base_memory", None)  # of each of several ranks
     for ranks, stages in ((1, 1), grid):
-        with engine_of(folder, ranks, pipeline_parallel=stages, **settings) as engine:
+        more = {} if room is None or (ranks, stages) == (1, 1) else {"base_memory": room}
+        with engine_of(folder, ranks, pipeline_parallel=stages, **settings, **more) as engine:
+            assert bool(more) == bool(engine.streaming and engine.streaming.plan.read_nbytes)
             job = engine.finetune(make_examples("ranks", 9), "mine", parts, TRAINING)
             answers = ask(engine, questions)
             engine.run()
@@ -218,6 +225,9 @@ def compare(folder: Path, grid: tuple[int, int], *parts: object, near: float = 1
             found.append((engine.base.fingerprint, [answer.tokens for answer in answers], numbers, losses))
     (*same, numbers, losses), (*others, close, trained) = found
     assert same == others
+    exact = numbers[: len(questions)] + losses[:1]  # the base, and the first gradients
+    for before, after in zip(exact, close[: len(questions)] + trained[:1], strict=True):
+        assert list(after) == pytest.approx(list(before), rel=1e-5, abs=1e-5)
     for before, after in zip([*numbers, *losses], [*close, *trained], strict=True):
         assert list(after) == pytest.approx(list(before), rel=near, abs=near)
 
@@ -288,12 +298,21 @@ LATENT: dict[str, Any] = {**ARCHITECTURES["deepseek_v3"], "first_k_dense_replace
 LATENT |= {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "n_shared_experts": 1}
 LORA, DORA = LoRAConfig(rank=3, dropout=0.1), LoRAConfig(rank=3, dora=True)
 PREFIX, _LLAMA = PrefixTuningConfig(2), ARCHITECTURES["llama"]
+BIASES, NORMS, IA3 = BitFitConfig("all"), LNTuningConfig(), IA3Config(targets=("in_proj", "out_proj"))
+(OFT,) = settings_of([{"type": "oft", "block_size": 4, "targets": ["in_proj", "out_proj"]}])
 EXPERTS = {**SHAPES["granitemoehybrid"], "num_local_experts": 4, "num_experts_per_tok": 2}
+# Recurrent layers of which four ranks have heads; two of them share each group of B and C.
+FOUR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_key_value_heads": 4}
+DELTA_ON_FOUR = {**SHAPES["qwen3_5_text"], **FOUR_HEADS}
+GROUPS_ON_FOUR = {**SHAPES["mamba2"], "num_heads": 8, "head_dim": 12, "n_groups": 2}
+WHOLE_GROUPS = {**SHAPES["nemotron_h"], "n_groups": 2, "mamba_proj_bias": True, "use_bias": True}
+LORA_ON_HEAD = LoRAConfig(rank=3, targets=ENDS)
+STREAMED, STREAMED_STATES = {"base_memory": "184KiB"}, {"base_memory": "200KiB", "quantize": "8bit"}
 EIGHT, FOUR_BITS = {"quantize": "8bit"}, {"quantize": "4bit"}
 
-# Chunks of a recurrence are computed in float32, whatever windows they are in: a norm after an optimizer step
-# was 2.9e-5 away in one run of some.
-NEARLY: Final[dict[str, Any]] = {"near": 1e-4}
+# After an optimizer step, which divides gradients by their size, norms of recurrent layers' were up to 1.1e-4
+# away; before it, within 1e-5.
+NEARLY: Final[dict[str, Any]] = {"near": 1e-3}
 
 
 @pytest.mark.sample(1)
@@ -306,6 +325,10 @@ NEARLY: Final[dict[str, Any]] = {"near": 1e-4}
         pytest.param("qwen3", {"attention_bias": True}, (2, 1), [LORA], EIGHT, id="eight bits and biases"),
         pytest.param("llama", BLOCKS, (1, 3), [LORA], FOUR_BITS, id="four bits in stages"),
         pytest.param("llama", TIED, (2, 2), [LORA], EIGHT, id="eight bits in stages on ranks"),
+        pytest.param("llama", TIED, (2, 1), [DORA], STREAMED, id="streamed"),
+        pytest.param(
+            "granitemoehybrid", EXPERTS, (2, 1), [LORA], {**NEARLY, **STREAMED_STATES}, id="streamed states"
+        ),
         pytest.param("olmo2", _LLAMA, (2, 1), [LORA, PREFIX], {}, id="queries that all ranks have"),
         pytest.param(
             "glm4", ARCHITECTURES["glm"], (2, 1), [DORA, PREFIX], {}, id="gates that all ranks have"
@@ -313,9 +336,17 @@ NEARLY: Final[dict[str, Any]] = {"near": 1e-4}
         pytest.param("deepseek_v2", LATENT, (2, 1), [LORA], {}, id="latent keys"),
         pytest.param("deepseek_v3", LATENT, (2, 1), [LORA], {}, id="attention that is not cut"),
         pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (2, 1), [LORA], NEARLY, id="states"),
-        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (1, 3), [LORA], {}, id="states in stages"),
-        pytest.param("granitemoehybrid", EXPERTS, (2, 1), [LORA], {}, id="states beside experts"),
-        pytest.param("granitemoehybrid", EXPERTS, (2, 2), [LORA], {}, id="states in stages on ranks"),
+        pytest.param("qwen3_5_text", SHAPES["qwen3_5_text"], (1, 3), [LORA], NEARLY, id="states in stages"),
+        pytest.param("qwen3_5_text", DELTA_ON_FOUR, (4, 1), [DORA], NEARLY, id="states on four ranks"),
+        pytest.param("qwen3_next", SHAPES["qwen3_next"], (2, 1), [LORA, BIASES], NEARLY, id="heads by heads"),
+        pytest.param("granitemoehybrid", EXPERTS, (2, 1), [LORA], NEARLY, id="states beside experts"),
+        pytest.param("mamba2", SHAPES["mamba2"], (2, 1), [LORA, IA3], NEARLY, id="states alone"),
+        pytest.param("mamba2", GROUPS_ON_FOUR, (4, 1), [OFT], NEARLY, id="groups that ranks share"),
+        pytest.param("nemotron_h", WHOLE_GROUPS, (2, 1), [LORA, NORMS], NEARLY, id="groups of each rank"),
+        pytest.param(
+            "bamba", SHAPES["bamba"], (2, 1), [LORA], {**NEARLY, **EIGHT}, id="states in eight bits"
+        ),
+        pytest.param("granitemoehybrid", EXPERTS, (2, 2), [LORA], NEARLY, id="states in stages on ranks"),
     ],
 )
 def test_other_cuts(
@@ -326,6 +357,56 @@ def test_other_cuts(
     of which each rank quantizes its own part. With so many ranks in so many stages."""
     fork_executors(monkeypatch)
     compare(save(tiny(name, **changes), tmp_path / name), grid, *parts, **settings)
+
+
+def pairs_of(count: int) -> list[TokenPair]:
+    draws = random.Random("pairs")
+
+    def answered(asked: list[int]) -> Example:
+        (answer,) = prompts(draws, [draws.randint(2, 9)])
+        return Example((*asked, *answer), (*[-100] * (len(asked) - 1), *answer, -100))
+
+    asked = prompts(draws, [draws.randint(2, 6) for _ in range(count)])
+    return [TokenPair(answered(own), answered(own)) for own in asked]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(4, 1), (2, 2)])
+def test_objectives_over_a_vocabulary_that_ranks_share(
+    grid: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of pairs, of answers, and of a teacher's likeliest tokens, more than a rank's part has; and
+    answers that are drawn from all tokens, beside greedy ones and some that need whole logits."""
+    fork_executors(monkeypatch)
+    folder = save(tiny("gemma2", torch.float64, num_key_value_heads=4), tmp_path / "model")
+    pairs = pairs_of(6)
+    answers = [TokenAnswer(own.chosen, number % 2 == 0) for number, own in enumerate(pairs)]
+    jobs: dict[str, tuple[Any, Objective]] = {
+        "dpo": (pairs, DPO()),
+        "orpo": (pairs, ORPO()),
+        "kto": (answers, KTO()),
+        "distilled": ([own.chosen for own in pairs], Distillation(top_k=40, temperature=1.5)),
+    }
+    found = []
+    for ranks, stages in ((1, 1), grid):
+        with engine_of(folder, ranks, pipeline_parallel=stages) as engine:
+            begun = [
+                engine.finetune(data, name, LORA_ON_HEAD, TRAINING, objective=objective)
+                for name, (data, objective) in jobs.items()
+            ]
+            asked = [
+                engine.generate([5, 9, 2], None, SamplingParams(max_tokens=8, ignore_eos=True, **own))
+                for own in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 4, "top_k": 5})
+            ]
+            engine.run()
+            found.append(
+                ([own.tokens for own in asked], [(s.loss, s.grad_norm) for job in begun for s in job.history])
+            )
+    (tokens, one), (others, several) = found
+    assert tokens == others and len({*map(tuple, tokens)}) == 3
+    assert len(one) == 4 * TRAINING.max_steps
+    for before, after in zip(one, several, strict=True):
+        assert after == pytest.approx(before, rel=1e-9, abs=1e-9)
 
 
 def test_blocks_of_four_bits_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

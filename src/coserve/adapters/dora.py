@@ -27,12 +27,14 @@ class Norms:
     """‖W + scale · B A‖ of each output, computed on first use.
 
     Needs only W's norms and its products with A's rows, so W may be packed, quantized or remote. Where each
-    of `ranks` has some inputs, squares are summed over them.
+    of `ranks` has some inputs, squares are summed over them. `whole` are the weights of which these are a
+    rank's.
     """
 
     weights: Weights
     lora: LowRank
     ranks: Ranks = ALONE
+    whole: Weights | None = None
 
     @cached_property
     def values(self) -> Tensor:
@@ -45,6 +47,10 @@ class Norms:
             squared = own.square() + 2 * s * crossed + s * s * ((b @ (a @ a.t())) * b).sum(dim=1)
             squared = self.ranks.sum(squared)
             return squared.clamp_min(torch.finfo(own.dtype).tiny).sqrt()
+
+    def of(self, lora: LowRank) -> "Norms":
+        """Those beside another low-rank part."""
+        return Norms(self.weights, lora, self.ranks, self.whole)
 
     def _products(self) -> Tensor:
         """W Aᵀ, [out, rank]. A is scaled up by a power of two first: the product includes the bias, beside
@@ -90,22 +96,26 @@ class DoRABypass(Bypass):
         """The bypass beside a linear that is cut: by inputs over `ranks`, or None by outputs."""
         weights = self.norms.weights
         own = weights.own if isinstance(weights, CutWeights) else weights
-        return replace(self, norms=Norms(own, self.lora, ALONE if ranks is None else ranks))
+        whole = weights if self.norms.whole is None else self.norms.whole
+        return replace(self, norms=Norms(own, self.lora, ALONE if ranks is None else ranks, whole))
+
+    def off(self) -> "DoRABypass":
+        """The bypass of the whole linear, of which a rank's part was made by `on`."""
+        weights = self.norms.weights if self.norms.whole is None else self.norms.whole
+        return replace(self, norms=Norms(weights, self.lora))
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {**self.lora.parameters(), MAGNITUDE: self.magnitude}
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> "DoRABypass":
         lora = self.lora.with_parameters(parameters)
-        norms = Norms(self.norms.weights, lora, self.norms.ranks)
-        return replace(self, lora=lora, magnitude=parameters[MAGNITUDE], norms=norms)
+        return replace(self, lora=lora, magnitude=parameters[MAGNITUDE], norms=self.norms.of(lora))
 
     def in_type(self, dtype: torch.dtype, copy: bool = False) -> "DoRABypass":
         """The magnitude stays exact, as its small difference from the norm matters."""
         lora = self.lora.in_type(dtype, copy)
         magnitude = self.magnitude.to(exact_type(dtype), copy=copy)
-        norms = Norms(self.norms.weights, lora, self.norms.ranks)
-        return replace(self, lora=lora, magnitude=magnitude, norms=norms)
+        return replace(self, lora=lora, magnitude=magnitude, norms=self.norms.of(lora))
 
     def with_norms(self, values: Tensor) -> "DoRABypass":
         """Returns the bypass with given norms [out], until its parameters change."""

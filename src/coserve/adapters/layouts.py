@@ -22,6 +22,7 @@ from coserve.adapters.replace import NormReplacement, Replacement
 from coserve.errors import AdapterError
 from coserve.parallel.bypass_graph import INPUT, PRODUCT, BypassGraph, BypassOp, OpKind
 from coserve.parallel.links import LINKS
+from coserve.parallel.ranks import ONE_PIECE, Pieces
 from coserve.parallel.search import ENDS, ENTERING, BypassPlan, Cut, LinearEnds, best_plans
 from coserve.parallel.states import CHANGES, NO_CHANGE, SUMMANDS, ChangePair, State
 
@@ -32,12 +33,12 @@ _TABLES: Final = (EMBEDDINGS, "embedding.weight")  # have a row for each input, 
 
 @dataclass(frozen=True, slots=True)
 class MatrixShare:
-    """A rank's share of a trained tensor: the part along `dim`, of each of as many `pieces`, or all of it
-    (None), whose gradient `is_sum` of what ranks find."""
+    """A rank's share of a trained tensor: the part along `dim`, of each of its `pieces`, or all of it (None),
+    whose gradient `is_sum` of what ranks find."""
 
     dim: int | None = None
     is_sum: bool = False
-    pieces: int = 1
+    pieces: Pieces = ONE_PIECE
 
     @property
     def is_everywhere(self) -> bool:

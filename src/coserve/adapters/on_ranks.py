@@ -11,7 +11,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypass
 from coserve.adapters.linears import LinearBypass
 from coserve.kernels.dropout import Mask
-from coserve.parallel.ranks import Ranks
+from coserve.parallel.ranks import ONE_PIECE, Pieces, Ranks
 from coserve.parallel.states import NO_CHANGE, ChangePair
 
 _Self = TypeVar("_Self", bound="OnRank")
@@ -65,13 +65,13 @@ class MappedOnRank(OnRank):
 
     entering: ChangePair = NO_CHANGE
     leaving: ChangePair = NO_CHANGE
-    pieces: int = 1
+    pieces: Pieces = ONE_PIECE
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         bypass = self.bypass
         assert isinstance(bypass, LinearBypass)
         reads_x = bypass.reads_input
-        given = self.ranks.changed(x if reads_x else y, *self.entering, 1 if reads_x else self.pieces)
+        given = self.ranks.changed(x if reads_x else y, *self.entering, ONE_PIECE if reads_x else self.pieces)
         return y + self.ranks.changed(bypass.given(given), *self.leaving, self.pieces).to(y.dtype)
 
     def dropping(self, mask: Mask) -> "MappedOnRank":

@@ -21,7 +21,7 @@ from coserve.adapters.methods.bitfit import BitFitBypass
 from coserve.adapters.methods.prefix_tuning import PlainPrefix, ProjectedPrefix
 from coserve.adapters.on_ranks import FirstAdds, MappedOnRank, OnRank
 from coserve.errors import AdapterError
-from coserve.parallel.ranks import ALONE, Ranks, join_parts, part_of
+from coserve.parallel.ranks import ALONE, ONE_PIECE, Pieces, Ranks, join_parts, part_of
 from coserve.parallel.search import Cut
 from coserve.parallel.states import NO_CHANGE
 
@@ -39,7 +39,7 @@ class AdapterShards:
 
     cuts: Mapping[str, Cut]
     ranks: Ranks
-    pieces: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    pieces: Mapping[str, Pieces] = field(default_factory=lambda: MappingProxyType({}))
     headwise: frozenset[str] = frozenset()
     by_heads: bool = True
 
@@ -139,9 +139,9 @@ class AdapterShards:
         if share.dim is None:
             return share
         if isinstance(link, _Prefix):  # a row has keys and values of each layer
-            return replace(share, pieces=2 * link.layout.layers)
+            return replace(share, pieces=(1,) * (2 * link.layout.layers))
         is_output = self.cuts[place.path] is Cut.COLWISE
-        return replace(share, pieces=self.pieces.get(place.path, 1) if is_output else 1)
+        return replace(share, pieces=self.pieces.get(place.path, ONE_PIECE) if is_output else ONE_PIECE)
 
     def _layout(self, adapter: str, place: Place, link: Bypass) -> RankLayout:
         found = layout_of(link, place.side, self.cuts.get(place.path, Cut.WHOLE))
@@ -171,14 +171,15 @@ class AdapterShards:
             return FirstAdds(bypass, ranks, bypass.dropout, layout.first)
         if (layout.entering, layout.leaving) == (NO_CHANGE, NO_CHANGE):
             return bypass
-        pieces = self.pieces.get(place.path, 1) if cut is Cut.COLWISE else 1
+        pieces = self.pieces.get(place.path, ONE_PIECE) if cut is Cut.COLWISE else ONE_PIECE
         return MappedOnRank(bypass, ranks, bypass.dropout, layout.entering, layout.leaving, pieces)
 
     def _whole(self, place: Place, bypass: Bypass) -> Bypass:
         if isinstance(bypass, _Prefix):
             groups = bypass.layout.groups * (self.ranks.count if self.by_heads else 1)
             return replace(bypass, layout=bypass.layout.of_groups(groups))
-        return bypass.bypass if isinstance(bypass, OnRank) else bypass
+        bypass = bypass.bypass if isinstance(bypass, OnRank) else bypass
+        return bypass.off() if isinstance(bypass, DoRABypass) else bypass
 
     def _of_moments(
         self, adapter: AdapterVersion, moments: Mapping[str, Tensor]

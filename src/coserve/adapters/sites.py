@@ -122,22 +122,25 @@ class DenseWeights:
 
 @dataclass(frozen=True, slots=True)
 class CutWeights:
-    """`Weights` that are cut over ranks: `own` are a rank's, `norms` gives those of whole rows."""
+    """`Weights` of a linear of which a rank has `own` ones. The rest gives what whole ones do, once all ranks
+    ask together."""
 
     own: Weights
     norms: Callable[[], Tensor]
+    read_bias: Callable[[], Tensor | None]
+    product: Callable[[Tensor], Tensor]
 
     @property
     def bias(self) -> Tensor | None:
-        return self.own.bias
+        return self.read_bias()
 
     def row_norms(self) -> Tensor:
         """Euclidean norm of each output's weights, [out]."""
         return self.norms()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The rank's own part of the product."""
-        return self.own.forward(x)
+        """The product of whole rows."""
+        return self.product(x)
 
 
 class FrozenParameters(ABC):

@@ -23,7 +23,7 @@ from coserve.parallel.ranks import Rank
 PLAN, COMMAND, RESULT, REPLY = b"P", b"C", b"R", b"A"
 FAILED, AGAIN = b"F", b"G"
 AS_IT_IS, NARROWER = b"=", b"<"  # after AGAIN
-ENDED = b"E"  # of a rank, which fails: when, by the machine's clock, and why
+ENDED = b"E"  # of a rank, which fails: when, by the machine's clock, why, and whether work may be to blame
 NUMBER: Final = struct.Struct(">Q")
 PAUSES: Final = struct.Struct(">QQ")
 ASKED: Final = 0  # in place of the number of a pause: whether it waits for other ranks

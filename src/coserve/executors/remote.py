@@ -301,8 +301,8 @@ class RemoteExecutor(WorkerTransport):
         failed = [(worker.failed, worker) for worker in self.workers if worker.failed is not None]
         if not failed:
             return None
-        (_, why), worker = min(failed, key=lambda one: one[0])
-        return EngineLost(f"{worker.name} has failed: {why}")
+        (_, why, is_crash), worker = min(failed, key=lambda one: one[0])
+        return EngineLost(f"{worker.name} has failed: {why}", is_crash)
 
 
 def process_name(config: EngineConfig, number: int) -> str:

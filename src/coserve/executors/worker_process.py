@@ -34,7 +34,7 @@ class WorkerProcess:
         pairs = [socket.socketpair() for _ in range(2 + _BESIDE)]
         theirs = [other for _, other in pairs]
         self.name = name
-        self.failed: tuple[float, str] | None = None  # when, and why, as it has said
+        self.failed: tuple[float, str, bool] | None = None  # when, why, and whether work is to blame
         self.process = start([sock.fileno() for sock in theirs])
         for sock in theirs:
             sock.close()
@@ -60,8 +60,8 @@ class WorkerProcess:
         if message is None:
             raise self.gone()
         if message[:1] == ENDED:
-            self.failed = msgspec.msgpack.decode(message[1:], type=tuple[float, str])
-            raise EngineLost(f"{self.name} has failed: {self.failed[1]}")
+            self.failed = msgspec.msgpack.decode(message[1:], type=tuple[float, str, bool])
+            raise EngineLost(f"{self.name} has failed: {self.failed[1]}", self.failed[2])
         return message
 
     def listen(self) -> None:

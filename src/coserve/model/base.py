@@ -29,6 +29,7 @@ from coserve.model.block import Block, Call, Ends, ModelPart, Resident, WeightRe
 from coserve.model.chain import Chain
 from coserve.model.frozen import HeldParameters
 from coserve.model.linear import FrozenLinear
+from coserve.model.logits import Logits
 from coserve.model.masks import Masks
 from coserve.model.origin import Origin
 from coserve.model.parameters import held_bytes
@@ -48,9 +49,10 @@ class Base:
     `hidden_size`, `max_positions`, `parameters` (their number; tied ones once), `quantized` ("none", "8bit"
     or "4bit"), `fingerprint` (content hash of all that), `chain` (its layers, and every loop over them),
     `takes_positions` (whether the model is told its rows' positions), `frozen` (its frozen parameters,
-    wherever they are), `shards` (what of it and of adapters one of several ranks has), `whole` (the base of
-    which it is a rank's part, or None), `buffer_nbytes` (of
-    buffers for parts that are not resident), `reader` (of these parts; None where all are resident).
+    wherever they are), `shards` (what of it and of adapters one of several ranks has), `logits` (what
+    computes with what the tail gives), `whole` (the base of which it is a rank's part, or None),
+    `buffer_nbytes` (of buffers for parts that are not resident), `reader` (of these parts; None where all are
+    resident).
     """
 
     whole: Frame | None = None
@@ -81,7 +83,7 @@ class Base:
         self.parameters = origin.parameters
         self.buffer_nbytes = 0
         self.reader: WeightReader | None = None
-        self.shards = AdapterShards({}, ALONE)
+        self.shards, self.logits = AdapterShards({}, ALONE), Logits()
         self.hidden_size = 0
         self.vocabulary = 0
         self._arguments: RowArguments | None = None

@@ -25,6 +25,8 @@ from coserve.parallel.states import Change
 # that has ended is missed at once, and one that hangs is found by the host (`executors/remote.py`).
 _PATIENCE: Final = 600.0
 _MESH: Final = ("tp",)
+Pieces = tuple[int, ...]  # relative widths of parts of a dimension, of which each is cut for itself
+ONE_PIECE: Final[Pieces] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Ranks:
         """As `along`, slower, for threads beside steps too, one at a time."""
         return x
 
-    def change(self, x: Tensor, change: Change, pieces: int = 1) -> Tensor:
+    def change(self, x: Tensor, change: Change, pieces: Pieces = ONE_PIECE) -> Tensor:
         """Another state of a tensor of rows, outside of any graph. Columns are cut in each of `pieces`."""
         match change:
             case Change.PARTITION:
@@ -95,7 +97,7 @@ class Ranks:
                 return join_parts(parts, -1, pieces)
         return x
 
-    def changed(self, x: Tensor, forward: Change, back: Change, pieces: int = 1) -> Tensor:
+    def changed(self, x: Tensor, forward: Change, back: Change, pieces: Pieces = ONE_PIECE) -> Tensor:
         """As `change`, in a graph and out of one; the gradient changes on its way back."""
         if self.count > 1 and torch.is_grad_enabled() and x.requires_grad:
             found: Tensor = _Changed.apply(x, self, forward, back, pieces)  # type: ignore[no-untyped-call]
@@ -154,24 +156,30 @@ class Ranks:
         found: Tensor = _Once.apply(x)  # type: ignore[no-untyped-call]
         return found
 
-    def columns_of(self, whole: Tensor, pieces: int = 1) -> Tensor:
+    def columns_of(self, whole: Tensor, pieces: Pieces = ONE_PIECE) -> Tensor:
         """The rank's own columns of a whole tensor."""
         return part_of(whole, -1, self, pieces)
 
 
-def part_of(whole: Tensor, dim: int, ranks: Ranks, pieces: int = 1) -> Tensor:
-    """A rank's part of a tensor along a dimension, of each of `pieces` that lie end to end."""
+def part_of(whole: Tensor, dim: int, ranks: Ranks, pieces: Pieces = ONE_PIECE) -> Tensor:
+    """A rank's part of a tensor along a dimension, of each of the `pieces` that lie end to end."""
     dim %= whole.ndim
-    each = whole.shape[dim] // (pieces * ranks.count)
-    split = torch.unflatten(whole, dim, (pieces, ranks.count, each))
-    return split.select(dim + 1, ranks.number).flatten(dim, dim + 1)
+    own = [
+        torch.unflatten(piece, dim, (ranks.count, -1)).select(dim, ranks.number)
+        for piece in torch.split(whole, piece_widths(whole.shape[dim], pieces), dim)
+    ]
+    return own[0] if len(own) == 1 else torch.cat(own, dim)
 
 
-def join_parts(parts: Sequence[Tensor], dim: int, pieces: int = 1) -> Tensor:
+def join_parts(parts: Sequence[Tensor], dim: int, pieces: Pieces = ONE_PIECE) -> Tensor:
     """The tensor whose parts, as `part_of` gives them, ranks have."""
-    dim %= parts[0].ndim
-    split = [torch.unflatten(part, dim, (pieces, part.shape[dim] // pieces)) for part in parts]
-    return torch.cat(split, dim + 1).flatten(dim, dim + 1)
+    split = [torch.split(part, piece_widths(part.shape[dim], pieces), dim) for part in parts]
+    return torch.cat([piece for pieces_of_all in zip(*split, strict=True) for piece in pieces_of_all], dim)
+
+
+def piece_widths(width: int, pieces: Pieces) -> list[int]:
+    """The widths of the pieces of so many numbers."""
+    return [width * own // sum(pieces) for own in pieces]
 
 
 ALONE: Final = Ranks()
@@ -329,7 +337,7 @@ class _Received(Arriving):
 
 class _Changed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, forward: Change, back: Change, pieces: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, forward: Change, back: Change, pieces: Pieces) -> Tensor:
         ctx.told = ranks, back, pieces
         return x.view_as(x) if forward is Change.NOTHING else ranks.change(x, forward, pieces)
 

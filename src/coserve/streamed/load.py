@@ -6,7 +6,7 @@ that form is read from them; the rest is written to a scratch file, which takes 
 more, and no time of later passes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from coserve.core.sequence import Direction
 from coserve.kernels.cpu import multiplies_bfloat16
 from coserve.memory.malloc import return_freed_memory
 from coserve.model.base import Base
-from coserve.model.batch import BatchCell
 from coserve.model.block import Block, Residence, Resident
 from coserve.model.contents import ModelContents
 from coserve.model.load import adopt, complete, make_base, place_modules, usable_device
@@ -26,6 +25,11 @@ from coserve.model.parameters import held_bytes, parameters_of
 from coserve.model.probe import Own, own_forward
 from coserve.model.quantized.quantize import quantize_ends, quantize_layers, say_what_stays
 from coserve.model.refusal import refusing
+from coserve.model.sharded.contents import contents_over_ranks
+from coserve.model.sharded.load import RankCut
+from coserve.model.sharded.vocabulary import cut_logits
+from coserve.model.sharded.whole import WholeFrame
+from coserve.parallel.ranks import ALONE, Ranks
 from coserve.streamed.copier import DeviceBuffer, PinnedBuffer, copier_for
 from coserve.streamed.model_files import ModelFiles
 from coserve.streamed.planner import (
@@ -101,8 +105,10 @@ def load_streamed(
     quantize: str = "none",
     scratch: str = "",
     host_memory: int = 0,
+    ranks: Ranks = ALONE,
 ) -> tuple[Base, Streaming]:
-    """Loads a base as `load_base` does, within `budget` bytes of the device's memory for its weights.
+    """Loads a base as `load_base` does, within `budget` bytes of the device's memory for its weights. Of
+    several `ranks` each loads and streams its part, within as many bytes; all call this together.
 
     `model` is a local folder or hub name with files of safetensors, `scratch` the folder of the scratch file.
     Beside a GPU blocks that do not stay are in pinned memory of the host, as far as `host_memory` goes.
@@ -110,11 +116,11 @@ def load_streamed(
     WeightsUnreadable.
     """
     where = usable_device(device)
-    contents = ModelContents(model)
+    contents, shards = ModelContents(model), RankCut(ranks, where)
     with refusing(repr(str(model)), "cannot be loaded"):
-        files = ModelFiles(model, dtype)
+        files = ModelFiles(model, dtype, shards.cut)
     with refusing(files.model.config.model_type, "cannot be driven"):
-        return _Loading(files, where, budget, host_memory, quantize, scratch, contents).run()
+        return _Loading(files, where, budget, host_memory, quantize, scratch, contents, shards, ranks).run()
 
 
 class _Loading:
@@ -130,7 +136,10 @@ class _Loading:
         quantize: str,
         scratch: str,
         contents: ModelContents,
+        shards: RankCut,
+        ranks: Ranks,
     ) -> None:
+        self._shards, self._ranks = shards, ranks
         self._files, self._budget, self._quantize = files, budget, quantize
         self._device, self._host_memory, self._copier = device, host_memory, copier_for(device)
         self._buffer: Callable[[int], BlockBuffer] = (
@@ -138,16 +147,18 @@ class _Loading:
         )
         self._scratch = ScratchFile(scratch)
         model = files.model
-        layers, self._cell = adopt(model), BatchCell()
+        layers, self._cell = adopt(model), shards.cell
         self._origin = Origin.of(model, layers, quantize, device, "")
         self._linears = linear_paths(model)
         self._contents = contents
         there = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
-        self._found = contents.of(there)
+        self._found = self._contents_of(there)
         inside = tuple(f"{path}." for path in layers)
+        shards.take(model, lambda path: not f"{path}.".startswith(inside))
         if quantize != "none":
             quantize_ends(model, inside, self._origin, self._cell)
             say_what_stays(model, inside)
+        shards.place(model, lambda path: not f"{path}.".startswith(inside))
         self._base = make_base(model, layers, self._origin, self._cell)
         for own in self._base.chain.ends.parameters().values():
             for tensor in own.tensors.values():
@@ -156,7 +167,7 @@ class _Loading:
     def run(self) -> tuple[Base, Streaming]:
         base, blocks = self._base, self._base.chain.blocks
         ends = held_bytes(base.chain.ends.parameters().values()) + _packed_beside(base)
-        if self._quantize == "none":  # else their bytes are not known yet
+        if self._quantize == "none" and self._ranks.count == 1:  # else their bytes are not known yet
             sizes = [_nbytes_of(block) for block in blocks]
             refuse_too_little(sizes, ends, self._budget, list(map(self._most_stored, blocks)))
         own, stored = self._store_all()
@@ -167,8 +178,18 @@ class _Loading:
             self._keep(blocks[place], stored.pop(place))  # nothing else may hold its buffer
         self._contents.remember()
         base.fingerprint = fingerprint_of(base.model.config, self._found, self._linears, self._quantize)
+        base.shards = self._shards.adapters
         complete(base, own, lambda: self._placed(plan, stored))
+        if self._ranks.count > 1:
+            base.whole = WholeFrame(base, self._shards.plan, self._ranks)
+            base.logits = cut_logits(base, self._ranks)
         return base, Streaming(plan, base.nbytes, self._rate)
+
+    def _contents_of(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+        """Contents of tensors by their names in the model, also of those that are cut."""
+        if self._ranks.count == 1:
+            return self._contents.of(tensors)
+        return dict(contents_over_ranks(tensors, self._contents, self._ranks))
 
     def _most_stored(self, block: Block) -> int:
         """Bytes that a block has at most once it is stored as it is, in the files or in the scratch file."""
@@ -190,12 +211,15 @@ class _Loading:
                 stored[block.path].bind(buffer)
                 return
             reads = self._files.load(block, given)
-            own = self._contents.of(block.module.state_dict(), f"{block.path}.")
-            self._found |= {f"{block.path}.{name}": content for name, content in own.items()}
+            state = block.module.state_dict()
+            self._found |= self._contents_of({f"{block.path}.{name}": own for name, own in state.items()})
+            self._shards.take(self._base.model, block.holds)
             if isinstance(buffer, DeviceBuffer):
                 buffer.take_over(tensors_of(block), given)
             if self._quantize != "none":
-                quantize_layers(self._base.model, self._origin, self._cell, block.holds)
+                cuts = self._shards.plan.linears
+                quantize_layers(self._base.model, self._origin, self._cell, block.holds, cuts, self._ranks)
+            self._shards.place(self._base.model, block.holds)
 
         def put_away(block: Block) -> None:
             buffer.part()

@@ -39,8 +39,12 @@ class ModelFiles:
     model: PreTrainedModel
     _form: Form | None  # in which weights were saved, where they are quantized
 
-    def __init__(self, model: str | Path, dtype: torch.dtype | str) -> None:
-        """Raises ModelError, and UnsupportedModel for files of another kind."""
+    def __init__(
+        self, model: str | Path, dtype: torch.dtype | str, change: Callable[[PreTrainedModel], None]
+    ) -> None:
+        """`change` is given the model while all its parameters are on the meta device: where they are cut,
+        a rank's part of each is loaded. Raises ModelError, and UnsupportedModel for files of another kind."""
+        self._change = change
         self._stored: dict[str, tuple[WeightFile, FileTensor]] = {}
         config = read_config(model)
         self._saved, self._form = quantized_fields(config.to_dict()), None
@@ -60,6 +64,7 @@ class ModelFiles:
         if not files or not all(file.endswith(".safetensors") for file in files):
             raise UnsupportedModel("only a model in files of safetensors can be streamed")
         keep_text(model)
+        self._change(model)
         headers = {Path(file): read_header(Path(file)) for file in files}
         if self._saved is not None:
             self._form = form_for(self._saved, {name for found in headers.values() for name in found})

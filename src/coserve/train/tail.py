@@ -14,14 +14,6 @@ from coserve.adapters.bypass import Bypasses
 from coserve.core.row_buckets import RowBuckets
 from coserve.core.sequence import CROSS_ENTROPY, Direction, LossSpec
 from coserve.errors import WeightsUnreadable
-from coserve.kernels.loss import (
-    candidate_logprobs,
-    candidate_vjp,
-    cross_entropy,
-    logprob_vjp,
-    target_logprobs,
-    top_logprobs,
-)
 from coserve.memory.fake_tensors import unlike
 from coserve.model.graph import GraphRows
 from coserve.train.activations import ActivationStore
@@ -85,9 +77,11 @@ class Tail:
             with torch.no_grad():
                 _, logits = self._logits(hidden[chunk], _of_rows(bypasses, chunk))
             rows, logits = chunk + window.start, logits[: len(chunk)]
-            self._logprobs[rows] = target_logprobs(logits, self._store.labels[rows])
+            self._logprobs[rows] = self._base.logits.target_logprobs(logits, self._store.labels[rows])
             if self._top_k:
-                self._top_tokens[rows], self._top_logprobs[rows] = top_logprobs(logits, self._top_k)
+                self._top_tokens[rows], self._top_logprobs[rows] = self._base.logits.top_logprobs(
+                    logits, self._top_k
+                )
 
     def evaluate(self) -> None:
         """Adds the loss of all rows, which must be known, to the store's, without a gradient."""
@@ -151,7 +145,7 @@ class Tail:
         if loss is not None:
             self._store.loss += loss
         if self._counts_hits:
-            hits = (logits.detach()[:count].argmax(-1) == self._store.labels[rows]).sum()
+            hits = (self._base.logits.likeliest(logits.detach()[:count]) == self._store.labels[rows]).sum()
             self._store.hits = hits if self._store.hits is None else self._store.hits + hits
         self._accumulate(self._leaves, of_leaves)
         gradient: Tensor = of_leaf[0, :count]
@@ -168,34 +162,36 @@ class Tail:
         """(hidden as a leaf [1, padded rows, width], logits [padded rows, vocabulary])."""
         rows = self._base.row_buckets.pad_rows(len(hidden))
         leaf = F.pad(hidden, (0, 0, 0, rows - len(hidden)))[None].requires_grad_()
-        return leaf, self._base.tail(leaf, GraphRows([bypasses], [rows]))
+        return leaf, self._base.logits.of(self._base.tail, leaf, GraphRows([bypasses], [rows]))
 
     def _logits_gradient(self, logits: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor]:
         """The loss of rows [n] of the micro-batch, None if it has been added, and its gradient for their
         logits [n, vocabulary]."""
         labels = self._store.labels[rows]
         if self._spec == CROSS_ENTROPY and not self._scores:
-            return cross_entropy(logits, labels, self._weight)
+            return self._base.logits.cross_entropy(logits, labels, self._weight)
         if self._candidates is not None:
             return self._candidates_gradient(logits, rows, self._candidates[rows])
         loss = None
         if self._spec.couples:
             by_logprobs = self._coupled_gradient()[rows]
         else:
-            logprobs = target_logprobs(logits, labels)
+            logprobs = self._base.logits.target_logprobs(logits, labels)
             if self._scores:
                 self._logprobs[rows] = logprobs
             loss, by_logprobs = self._gradient(logprobs, rows)
-        return loss, logprob_vjp(logits, labels, by_logprobs * self._weight)
+        return loss, self._base.logits.logprob_vjp(logits, labels, by_logprobs * self._weight)
 
     def _candidates_gradient(
         self, logits: Tensor, rows: Tensor, candidates: Tensor
     ) -> tuple[Tensor | None, Tensor]:
         """The loss of candidates [n, k] of rows [n], and its gradient for their logits."""
         temperature = self._loss.temperature(self._spec.settings)
-        logprobs = candidate_logprobs(logits, candidates, temperature)
+        logprobs = self._base.logits.candidate_logprobs(logits, candidates, temperature)
         loss, by_logprobs = self._gradient(logprobs, rows)
-        return loss, candidate_vjp(logits, candidates, by_logprobs * self._weight, temperature)
+        return loss, self._base.logits.candidate_vjp(
+            logits, candidates, by_logprobs * self._weight, temperature
+        )
 
     def _coupled_gradient(self) -> Tensor:
         """The loss's gradient for the log-probabilities of all rows, which must be known."""

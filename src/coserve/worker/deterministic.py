@@ -44,6 +44,9 @@ class DeterministicSampler(Sampler):
         late = [ranged for ranged in adapters if ranged[1].touches(self.base.late_sites)]
         return fixed.logits(self.base, hidden, late)
 
+    def _is_drawn_in_parts(self, segments: Sequence[InferenceSegment]) -> bool:
+        return False  # products of the head have a fixed number of rows
+
     def _choose(
         self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Sequence[Sequence[int]]
     ) -> Tensor:

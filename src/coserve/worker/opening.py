@@ -35,7 +35,7 @@ from coserve.model.sharded.load import load_sharded
 from coserve.model.staged.load import load_staged
 from coserve.model.stitched import Stitch, StitchedBase
 from coserve.model.together import linears_together
-from coserve.parallel.ranks import RankGrid
+from coserve.parallel.ranks import ALONE, RankGrid, Ranks
 from coserve.split.access import BaseAccess
 from coserve.split.credentials import EXECUTOR_KEY, Credentials
 from coserve.split.load import load_remote
@@ -190,7 +190,9 @@ def _load(model: Model, config: EngineConfig, grid: RankGrid) -> tuple[Base, Str
         how = dtype_of(config), config.device, config.quantize
         if config.pipeline_parallel > 1:
             return load_staged(model, grid, *how, prove_training), None
-        return load_sharded(model, grid.inside, *how), None
+        if (room := base_room(config)) is None:
+            return load_sharded(model, grid.inside, *how), None
+        return _streamed(model, room, config, grid.inside)
     if config.base:
         return load_remote(model, _access(config), dtype_of(config), config.device, prove_training), None
     room = base_room(config)
@@ -201,9 +203,14 @@ def _load(model: Model, config: EngineConfig, grid: RankGrid) -> tuple[Base, Str
             base = load_base(model, dtype_of(config), config.device, config.quantize)
             return base, stream_shapes(base, room)
         raise ConfigError("engine.base_memory: a model object is in memory already: give its folder")
-    base, streaming = load_streamed(
-        model, room, dtype_of(config), config.device, config.quantize, config.scratch, host_room(config)
-    )
+    return _streamed(model, room, config)
+
+
+def _streamed(
+    model: str | Path, room: int, config: EngineConfig, ranks: Ranks = ALONE
+) -> tuple[Base, Streaming]:
+    how = dtype_of(config), config.device, config.quantize, config.scratch, host_room(config)
+    base, streaming = load_streamed(model, room, *how, ranks)
     if streaming.plan.read_nbytes:
         _log.warning("%s", streaming)
     return base, streaming
@@ -225,7 +232,8 @@ def base_room(config: EngineConfig) -> int | None:
     asked = read_memory(config.base_memory, "base_memory")
     if asked is None or isinstance(asked, int):
         return asked
-    return int(asked * device_budget(config))
+    sharing = config.ranks if usable_device(config.device).type == "cpu" else 1
+    return int(asked * device_budget(config)) // sharing
 
 
 def device_budget(config: EngineConfig) -> int:

@@ -82,8 +82,12 @@ class Sampler:
         if not segments:
             return Drawn(batch.segments, scored, keys, rows, rows, [], batch.states, pooled)
         adapters = adapter_ranges(self.loaded, segments, [1] * len(segments))
-        logits = self._logits(_rows(batch.hidden, picked), adapters)
-        positions = torch.tensor(following, device=rows.device)
+        last, positions = _rows(batch.hidden, picked), torch.tensor(following, device=rows.device)
+        if self._is_drawn_in_parts(segments):
+            tokens = self._choose_in_parts(last, adapters, rows, positions)
+            nothing = [None] * len(keys)
+            return Drawn(batch.segments, scored, keys, rows, tokens, nothing, batch.states, pooled)
+        logits = self._logits(last, adapters)
         tokens = self._choose(logits, rows, positions, ahead if any(ahead) else ())
         wanted = [self.table[key].request.sampling.logprobs for key in keys]
         logprobs = self._logprobs(logits, tokens.clamp(min=0), wanted)
@@ -198,6 +202,18 @@ class Sampler:
     ) -> Tensor:
         """The next tokens [n] of the sequences at `rows` [n], for `positions` [n]; see `sample`."""
         return sample(logits, rows, positions, self.table.sampling, ahead)
+
+    def _is_drawn_in_parts(self, segments: Sequence[InferenceSegment]) -> bool:
+        """Tells whether ranks draw from their own parts of the logits: where nobody needs them whole."""
+        return self.base.logits.is_cut and self.table.sampling.are_plain(self.table.places(segments))
+
+    def _choose_in_parts(
+        self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]], rows: Tensor, positions: Tensor
+    ) -> Tensor:
+        """As `_choose` from the logits of `hidden` [1, n, width]."""
+        logits = self.base.logits
+        own = logits.of(self.base.tail, hidden, outside_layers(self.base.late_sites, adapters))
+        return logits.draw(own, rows, positions, self.table.sampling)
 
     def _score(self, logits: Tensor, tokens: Tensor, most: int) -> list[TokenLogprobs]:
         """Log-probabilities of `tokens` [n] and of the `most` likeliest ones."""

@@ -125,6 +125,8 @@ class Service:
             try:
                 result = self._worker.run(self._waiting[0])
             except PassFailed as error:
+                if self._ranks.count > 1:  # the others wait for this one within the pass
+                    raise
                 self._has_failed = True
                 fault = type(error).__name__, str(error)
                 send_frame(self._steps, FAILED + msgspec.msgpack.encode(fault))
@@ -193,7 +195,9 @@ def main(descriptors: Sequence[int]) -> None:
         if start.rank.count > 1:
             with suppress(OSError):
                 why = f"{type(error).__name__}: {words_of(error)}"
-                send_frame(steps, ENDED + msgspec.msgpack.encode((time.monotonic(), why)))
+                is_crash = not isinstance(error, PassFailed)  # a file's fault is no work's
+                told = time.monotonic(), why, is_crash
+                send_frame(steps, ENDED + msgspec.msgpack.encode(told))
         raise
 
 

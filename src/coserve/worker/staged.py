@@ -62,13 +62,21 @@ class StageSampler(Sampler):
         self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Sequence[Sequence[int]]
     ) -> Tensor:
         if self._is_last:
-            tokens = super()._choose(logits, rows, positions, ahead)
-            for stage in range(self._stages.number):
-                self._stages.send(tokens, stage)
-            return tokens
+            return self._sent(super()._choose(logits, rows, positions, ahead))
         into = torch.empty_like(rows)
         self._arriving = self._stages.receive(into, self._stages.count - 1)
         return into
+
+    def _choose_in_parts(
+        self, hidden: Tensor, adapters: Sequence[tuple[slice, Bypasses]], rows: Tensor, positions: Tensor
+    ) -> Tensor:
+        return self._sent(super()._choose_in_parts(hidden, adapters, rows, positions))
+
+    def _sent(self, tokens: Tensor) -> Tensor:
+        """The tokens, once they are on their way to the other stages."""
+        for stage in range(self._stages.number):
+            self._stages.send(tokens, stage)
+        return tokens
 
     def draw(self, batch: Any) -> Drawn:
         """See `Sampler`."""

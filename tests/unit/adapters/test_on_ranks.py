@@ -19,7 +19,7 @@ from coserve.errors import AdapterError
 from coserve.kernels.dropout import Mask
 from coserve.model.base import Base
 from coserve.model.load import load_base
-from coserve.parallel.ranks import join_parts, part_of
+from coserve.parallel.ranks import Pieces, join_parts, part_of
 from coserve.parallel.search import Cut
 from models import tiny
 from threaded_ranks import ThreadRanks, on_ranks
@@ -90,7 +90,8 @@ class OwnWeights:
         dense = self.base.frozen.dense(path)
         bias = own_bias(path, dense.bias, self.ranks)
         own = DenseWeights(replace(dense, weight=self.part(path, dense.weight), bias=bias))
-        return CutWeights(own, DenseWeights(dense).row_norms)
+        whole = DenseWeights(dense)
+        return CutWeights(own, whole.row_norms, lambda: dense.bias, whole.forward)
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -151,8 +152,13 @@ def test_bypasses_of_a_cut_linear(case: str, path: str, base: Base, monkeypatch:
         is_columns = CUTS[path] is Cut.COLWISE
         shards, weights = AdapterShards(CUTS, ranks), OwnWeights(base, ranks)
         own = shards.cut(with_own_weights(adapter, weights))
-        again = shards.whole(own).parameters()
+        whole = shards.whole(own)
+        again = whole.parameters()
         assert all(torch.equal(again[name], t) for name, t in adapter.parameters().items())
+        for (_, mine_again), (_, at_first) in zip(whole.placed(), adapter.placed(), strict=True):
+            if isinstance(at_first, DoRABypass):  # of whole weights, too
+                assert isinstance(mine_again, DoRABypass)
+                torch.testing.assert_close(mine_again.norms.values, at_first.norms.values)
         part = next(shards.dropout_part(p) for p, _ in own.placed() if p.path == path)
         ranks.calls.clear()
 
@@ -209,13 +215,16 @@ def test_what_has_gradients_of_two_kinds_is_refused(base: Base) -> None:
     assert all("gradients do not add up" in words for words in on_ranks(RANKS, refused))
 
 
-def test_pieces_are_cut_each_for_itself() -> None:
-    """Queries, keys and values of one linear."""
+@pytest.mark.parametrize(
+    ("pieces", "first"), [((1, 1, 1), [0, 1, 4, 5, 8, 9]), ((2, 2, 8), [0, 2, 4, 5, 6, 7])]
+)
+def test_pieces_are_cut_each_for_itself(pieces: Pieces, first: list[int]) -> None:
+    """Queries, keys and values of one linear, of one width or of several."""
     whole = torch.arange(24.0).view(2, 12)
 
     def own(ranks: ThreadRanks) -> Tensor:
-        return part_of(whole, 1, ranks, 3)
+        return part_of(whole, 1, ranks, pieces)
 
     parts = on_ranks(2, own)
-    assert parts[0][0].tolist() == [0, 1, 4, 5, 8, 9]
-    assert torch.equal(join_parts(parts, 1, 3), whole)
+    assert parts[0][0].tolist() == first
+    assert torch.equal(join_parts(parts, 1, pieces), whole)

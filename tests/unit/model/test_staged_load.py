@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import core_model_loading
 
+from coserve.errors import UnsupportedModel
 from coserve.model.load import load_model
 from coserve.model.staged.load import StageCut
 from coserve.parallel.ranks import Ranks
@@ -47,3 +48,13 @@ def test_a_stage_reads_its_part_alone(
         shared = [0, 2] if is_tied and path == embedding else None
         assert holders == ([0, 1, 2] if is_norm else shared or holders[:1]), path
         assert all(torch.equal(every[number][path], own) for number in holders)
+
+
+def test_layers_that_read_the_keys_of_other_stages_are_refused() -> None:
+    stage = Ranks()
+    stage.count = 2
+    words = "gemma4_text is not supported: its last 2 layers read keys and values of earlier ones"
+    with torch.device("meta"):
+        model = tiny("gemma4_text")
+    with pytest.raises(UnsupportedModel, match=words):
+        StageCut(stage).take_out(model)

@@ -24,15 +24,17 @@ from coserve.model.linear import FrozenLinear
 from coserve.model.load import adopt, drive, load_model, make_base, usable_device
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.placement import place_locally
-from coserve.model.placing import leave_file, put, weights_of
+from coserve.model.placing import Holds, leave_file, put, weights_of
 from coserve.model.quantized.quantize import quantize_model
 from coserve.model.refusal import refusing
 from coserve.model.sharded.contents import contents_over_ranks
+from coserve.model.sharded.mixers import MixerCut
 from coserve.model.sharded.modules import cut_embedding, cut_experts, share_last, split_input
 from coserve.model.sharded.placement import ColumnShard, GatheredColumnShard, RowShard
 from coserve.model.sharded.plan import ShardPlan
+from coserve.model.sharded.vocabulary import cut_logits
 from coserve.model.sharded.whole import WholeFrame
-from coserve.parallel.ranks import Ranks
+from coserve.parallel.ranks import Ranks, part_of
 from coserve.parallel.search import Cut
 
 
@@ -57,7 +59,7 @@ def load_sharded(
         fingerprint = fingerprint_of(loaded.config, digests, linear_paths(loaded), quantize)
         origin = Origin.of(loaded, layers, quantize, where, fingerprint)
         base = drive(shards.base_of(loaded, layers, origin))
-        base.whole = WholeFrame(base, shards.plan, ranks)
+        base.whole, base.logits = WholeFrame(base, shards.plan, ranks), cut_logits(base, ranks)
         return base
 
 
@@ -76,33 +78,53 @@ class RankCut:
 
     def base_of(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], origin: Origin) -> Base:
         """The base of a model whose parts are loaded, with its decoder layers by path."""
-        plan = self.plan
-        unwrap(model)
-        for path, cut in plan.linears.items():
-            if cut is Cut.ROWWISE and self._ranks.number:
-                model.get_submodule(path).bias = None  # the first rank adds it
+        self.take(model)
         if origin.quantized != "none":
-            quantize_model(model, layers, origin, self.cell, plan.linears, self._ranks)
+            quantize_model(model, layers, origin, self.cell, self.plan.linears, self._ranks)
         leave_file(model)
         if any(tensor.device != self._where for tensor in model.state_dict().values()):
             model = model.to(device=self._where)
+        self.place(model)
+        base = make_base(model, layers, origin, self.cell)
+        base.shards = self.adapters
+        return base
+
+    @property
+    def adapters(self) -> AdapterShards:
+        """Cuts adapters as the model is cut."""
+        plan = self.plan
+        return AdapterShards(plan.linears, self._ranks, plan.pieces, plan.headwise, plan.cuts_heads)
+
+    def take(self, model: PreTrainedModel, holds: Holds = lambda _: True) -> None:
+        """Leaves of parameters that are loaded, of modules whose paths `holds` accepts, what the rank has."""
+        unwrap(model, holds)
+        for path, mixer in self.plan.mixers.items():
+            if holds(path):
+                self._cut_mixer(model, path, mixer)
+        for path, cut in self.plan.linears.items():
+            if cut is Cut.ROWWISE and self._ranks.number and holds(path):
+                model.get_submodule(path).bias = None  # the first rank adds it
+
+    def place(self, model: PreTrainedModel, holds: Holds = lambda _: True) -> None:
+        """Has such modules, once they have what the rank has, give what whole ones give."""
+        plan = self.plan
         for path, cut in plan.linears.items():
-            self._place(model, path, cut)
+            if holds(path):
+                self._place(model, path, cut)
         for path, name in plan.widths:  # by which an attention splits what its first linear gives
-            owner = model.get_submodule(path)
-            setattr(owner, name, getattr(owner, name) // self._ranks.count)
-        for path in plan.split:
+            if holds(path):
+                owner = model.get_submodule(path)
+                setattr(owner, name, getattr(owner, name) // self._ranks.count)
+        for path in filter(holds, plan.split):
             split_input(model.get_submodule(path), self._ranks)
         for path, width in plan.shared.items():
-            self._place(model, path, Cut.WHOLE)
-            share_last(model.get_submodule(path), width, self._ranks)
-        for path in plan.experts:
+            if holds(path):
+                self._place(model, path, Cut.WHOLE)
+                share_last(model.get_submodule(path), width, self._ranks)
+        for path in filter(holds, plan.experts):
             cut_experts(model.get_submodule(path), self._ranks)
-        if plan.embedding:
+        if plan.embedding and holds(plan.embedding):
             cut_embedding(model.get_submodule(plan.embedding), self._ranks)
-        base = make_base(model, layers, origin, self.cell)
-        base.shards = AdapterShards(plan.linears, self._ranks, plan.pieces, plan.headwise, plan.cuts_heads)
-        return base
 
     def _place(self, model: PreTrainedModel, path: str, cut: Cut) -> None:
         linear = model.get_submodule(path)
@@ -114,8 +136,21 @@ class RankCut:
             shape = weight.shape[0], weight.shape[1]
             linear = FrozenLinear(path, place_locally(weight, bias), shape, self.cell)
             put(model, path, linear)
-        if cut is not Cut.WHOLE:
+        owner, _, name = path.rpartition(".")
+        if (mixer := self.plan.mixers.get(owner)) is not None and name in mixer.columns:
+            linear.placement = mixer.place(name, linear.placement, self._ranks)
+        elif cut is not Cut.WHOLE:
             linear.placement = kind(linear.placement, self._ranks)
+
+    def _cut_mixer(self, model: PreTrainedModel, path: str, mixer: MixerCut) -> None:
+        """Leaves of a recurrent mixer what the rank has. Of linears whose pieces are cut each for itself
+        ranks have read rows as they lie in the files, and exchange them, one linear at a time."""
+        module = model.get_submodule(path)
+        mixer.cut(module, self._ranks)
+        mixer.join_norm(model.config.model_type, path, module, self._ranks)
+        for name, pieces in mixer.columns.items():
+            for own in module.get_submodule(name).parameters() if len(pieces) > 1 else ():
+                own.data = part_of(self._ranks.along(own.data, 0), 0, self._ranks, pieces)
 
 
 def cut_parameters(model: nn.Module, tensors: Mapping[str, ShardOfTensor], mesh: DeviceMesh) -> None:
@@ -137,11 +172,11 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), key
 
 
-def unwrap(model: nn.Module) -> None:
-    """Makes parameters of what ranks have of them, tied ones one."""
+def unwrap(model: nn.Module, holds: Holds = lambda _: True) -> None:
+    """Makes parameters, of modules whose paths `holds` accepts, of what ranks have of them, tied ones one."""
     made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for key, own in module._parameters.items():
+    for path, module in model.named_modules():
+        for key, own in module._parameters.items() if holds(path) else ():
             if own is not None and isinstance(own.data, DTensor):
                 if id(own) not in made:
                     made[id(own)] = nn.Parameter(own.data.to_local(), requires_grad=False)

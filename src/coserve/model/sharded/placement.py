@@ -4,7 +4,8 @@ A cut linear gives the next one what a rank has; a whole one, of which every ran
 all outputs to each.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,10 +53,21 @@ class ColumnShard(ShardedPlacement):
 
 
 class GatheredColumnShard(ColumnShard):
-    """Some outputs, of which every rank gets all: the head's logits."""
+    """Some outputs, of which every rank gets all, but for what is computed `in_parts`: the head's logits."""
+
+    _is_gathered = True
 
     def complete(self, y: Tensor) -> Tensor:
-        return self._ranks.gathered(y)
+        return self._ranks.gathered(y) if self._is_gathered else y
+
+    @contextmanager
+    def in_parts(self) -> Iterator[None]:
+        """Context in which each rank gets its own outputs alone."""
+        self._is_gathered = False
+        try:
+            yield
+        finally:
+            self._is_gathered = True
 
 
 class RowShard(ShardedPlacement):

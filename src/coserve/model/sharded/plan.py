@@ -12,10 +12,13 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from coserve.adapters.sites import decoder_of
 from coserve.errors import UnsupportedModel
 from coserve.model.origin import linear_paths
 from coserve.model.refusal import unsupported
+from coserve.model.sharded.mixers import MixerCut
 from coserve.model.staged.absent import AbsentEnd
+from coserve.parallel.ranks import Pieces
 from coserve.parallel.search import Cut
 
 _INSTEAD: Final = "serve it without engine.tensor_parallel"
@@ -26,15 +29,64 @@ _HEADWISE: Final = "replicated_with_grad_allreduce"
 _NOTHING: Final = (_HEADWISE, "replicate")
 _SPLIT: Final = "rowwise_split_input"  # of an input that all ranks have
 _LATENT: Final = "mla_kv_a_proj"  # of latent keys, and of rotated ones that all heads share
-_PACKED: Final = "packed_colwise_of_3"  # queries, keys and values of one linear, each cut for itself
-# Plans of models that transformers has none for, and of attributes that are a rank's width there.
+# Pieces of one linear's outputs, each cut for itself: queries, keys and values; gates and what they multiply.
+_PACKED: Final[Mapping[str, Pieces]] = {
+    "packed_colwise_of_3": (1, 1, 1),
+    "packed_colwise_of_2": (1, 1),
+}
+_MIXER: Final = "heads"  # of a recurrent layer; other modules at such a path have rules of their own
+_EMBEDDING: Final = "embedding_rowwise"
+_ATTENTION: Final = {
+    "q_proj": "colwise",
+    "k_proj": "colwise",
+    "v_proj": "colwise",
+    "o_proj": "rowwise",
+}
+
+
+def _within(parent: str, rules: Mapping[str, str]) -> dict[str, str]:
+    return {f"{parent}.{name}": style for name, style in rules.items()}
+
+
+_DELTA: Final = {"model.layers.*.linear_attn": _MIXER}
+# Plans of models that transformers has none for, or that leave mixers whole; and of attributes that are a
+# rank's width there.
 _OWN: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt2": {
-        "transformer.h.*.attn.c_attn": _PACKED,
+        "transformer.h.*.attn.c_attn": "packed_colwise_of_3",
         "transformer.h.*.attn.c_proj": "rowwise",
         "transformer.h.*.mlp.c_fc": "colwise",
         "transformer.h.*.mlp.c_proj": "rowwise",
-    }
+    },
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_next": _DELTA,
+    "granitemoehybrid": {
+        "model.embed_tokens": _EMBEDDING,
+        "model.layers.*.mamba": _MIXER,
+        **_within("model.layers.*.self_attn", _ATTENTION),
+        "model.layers.*.shared_mlp.input_linear": "packed_colwise_of_2",
+        "model.layers.*.shared_mlp.output_linear": "rowwise",
+    },
+    "bamba": {
+        "model.embed_tokens": _EMBEDDING,
+        "model.layers.*.mamba": _MIXER,
+        **_within("model.layers.*.self_attn", _ATTENTION),
+        "model.layers.*.feed_forward.gate_proj": "colwise",
+        "model.layers.*.feed_forward.up_proj": "colwise",
+        "model.layers.*.feed_forward.down_proj": "rowwise",
+    },
+    "nemotron_h": {
+        "model.layers.*.mixer": _MIXER,
+        **_within("model.layers.*.mixer", _ATTENTION),
+        "model.layers.*.mixer.up_proj": "colwise",
+        "model.layers.*.mixer.down_proj": "rowwise",
+    },
+    "mamba2": {
+        "backbone.embeddings": _EMBEDDING,
+        "backbone.layers.*.mixer": _MIXER,
+        "lm_head": _GATHERED[0],
+    },
 }
 _WIDTHS: Final[Mapping[str, tuple[str, str]]] = {"gpt2": ("transformer.h.*.attn", "split_size")}
 
@@ -46,7 +98,8 @@ class ShardPlan:
     fused experts (`experts`, by path), its embedding, each tensor by name (`tensors`), norms of a rank's own
     heads (`headwise`), and attributes of modules that are widths of what a rank has (`widths`). Linears in
     `split` are given all inputs and take a rank's own; of those in `shared` the last columns, so many, are
-    for the heads of all ranks. Attention `cuts_heads`, or is computed by every rank."""
+    for the heads of all ranks. Attention `cuts_heads`, or is computed by every rank. Recurrent layers in
+    `mixers`, by path, are cut by heads; every rank computes the others."""
 
     ranks: int
     linears: Mapping[str, Cut]
@@ -54,12 +107,13 @@ class ShardPlan:
     experts: frozenset[str]
     embedding: str
     tensors: Mapping[str, Placement]
-    pieces: Mapping[str, int]
+    pieces: Mapping[str, Pieces]
     headwise: frozenset[str]
     widths: tuple[tuple[str, str], ...]
     split: frozenset[str] = frozenset()
     shared: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     cuts_heads: bool = False
+    mixers: Mapping[str, MixerCut] = field(default_factory=lambda: MappingProxyType({}))
 
     @staticmethod
     def of_one() -> "ShardPlan":
@@ -71,32 +125,43 @@ class ShardPlan:
         """Reads the plan of a model, whose tensors need no data, without modules of other stages of a
         pipeline. Raises UnsupportedModel."""
         name = model.config.model_type
-        rules: dict[str, str] = {**(model.tp_plan or {}), **_OWN.get(name, {})}
-        if not any(style in ("colwise", "packed_colwise", _PACKED) for style in rules.values()):
+        rules: dict[str, str] = {**(model.tp_plan or {}), **_own_rules(model)}
+        if not any(style in ("colwise", "packed_colwise", _MIXER, *_PACKED) for style in rules.values()):
             raise unsupported(name, "transformers has no tensor-parallel plan for it", _INSTEAD)
         linears: dict[str, Cut] = {}
         gathered, experts, tensors = set[str](), set[str](), dict[str, Placement]()
-        embedding, plain, pieces, headwise = "", {*linear_paths(model)}, dict[str, int](), set[str]()
-        split, shared = set[str](), dict[str, int]()
+        embedding, plain, pieces, headwise = "", {*linear_paths(model)}, dict[str, Pieces](), set[str]()
+        split, shared, mixers = set[str](), dict[str, int](), dict[str, MixerCut]()
         for path, style in planned_modules(model, rules):
             module = model.get_submodule(path)
-            if isinstance(module, AbsentEnd):
+            if isinstance(module, AbsentEnd) or path.rpartition(".")[0] in mixers:
                 continue
-            if style in ("colwise", _PACKED, *_GATHERED) and path in plain:
+            if style == _MIXER:
+                if (mixer := MixerCut.of(name, path, module, ranks)) is not None:
+                    mixers[path] = mixer
+                    for column, widths_of in mixer.columns.items():
+                        linears[f"{path}.{column}"] = Cut.COLWISE
+                        pieces |= {f"{path}.{column}": widths_of} if len(widths_of) > 1 else {}
+                        named = module.get_submodule(column).named_parameters()
+                        tensors |= {f"{path}.{column}.{n}": Shard(0) for n, _ in named}
+                    linears[f"{path}.out_proj"], tensors[f"{path}.out_proj.weight"] = Cut.ROWWISE, Shard(1)
+                    headwise |= set() if mixer.norms else {f"{path}.norm"}
+            elif style in ("colwise", *_PACKED, *_GATHERED) and path in plain:
                 linears[path] = Cut.COLWISE
                 gathered |= {path} if style in _GATHERED else set()
                 own = {f"{path}.{n}": p.ndim - 1 for n, p in module.named_parameters(recurse=False)}
                 of_outputs = {n: last if isinstance(module, Conv1D) else 0 for n, last in own.items()}
-                if style == _PACKED:
-                    pieces[path] = 3
-                    tensors |= {n: _StridedShard(dim, split_factor=3) for n, dim in of_outputs.items()}
+                if style in _PACKED:
+                    pieces[path] = _PACKED[style]
+                    factor = len(_PACKED[style])
+                    tensors |= {n: _StridedShard(dim, split_factor=factor) for n, dim in of_outputs.items()}
                 else:
                     tensors |= {n: Shard(dim) for n, dim in of_outputs.items()}
             elif style in ("rowwise", _SPLIT) and path in plain:
                 linears[path] = Cut.ROWWISE
                 split |= {path} if style == _SPLIT else set()
                 tensors[f"{path}.weight"] = Shard(0 if isinstance(module, Conv1D) else 1)
-            elif style == "embedding_rowwise" and module is model.get_input_embeddings():
+            elif style == _EMBEDDING and module is model.get_input_embeddings():
                 embedding = path
                 tensors[f"{path}.weight"] = Shard(0)
             elif style == "moe_tp_experts":
@@ -109,7 +174,10 @@ class ShardPlan:
             elif style not in _NOTHING:
                 raise unsupported(name, f"{path} is to be cut as {style!r}, which is not done", _INSTEAD)
         cuts_heads = any(
-            cut is Cut.COLWISE and path not in gathered and _attends(model, path)
+            cut is Cut.COLWISE
+            and path not in gathered
+            and path.rpartition(".")[0] not in mixers
+            and _attends(model, path)
             for path, cut in linears.items()
         )
         if cuts_heads:
@@ -121,8 +189,17 @@ class ShardPlan:
         widths = tuple((path, attribute) for path, _ in planned_modules(model, {rule: ""}) if attribute)
         return ShardPlan(
             ranks, linears, frozenset(gathered), frozenset(experts), embedding, tensors, pieces,
-            frozenset(headwise), widths, frozenset(split), shared, cuts_heads,
+            frozenset(headwise), widths, frozenset(split), shared, cuts_heads, mixers,
         )  # fmt: skip
+
+
+def _own_rules(model: PreTrainedModel) -> dict[str, str]:
+    """The plan of coserve's for a model, or for the text part of one: its decoder may be below others."""
+    decoder = decoder_of(model)
+    path = next((path for path, module in model.named_modules() if module is decoder), "")
+    rules = _OWN.get(model.config.get_text_config().model_type, {})
+    below = ((rule.partition(".")[2], style, rule) for rule, style in rules.items())
+    return {f"{path}.{inside}" if inside else rule: style for inside, style, rule in below}
 
 
 def planned_modules(

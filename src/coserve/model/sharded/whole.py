@@ -14,7 +14,7 @@ from coserve.adapters.sites import CutWeights, FrozenParameters, Modules, Sites,
 from coserve.attention.backend import CacheShape
 from coserve.model.base import Base
 from coserve.model.sharded.plan import ShardPlan
-from coserve.parallel.ranks import Ranks, join_parts
+from coserve.parallel.ranks import ONE_PIECE, Ranks, join_parts
 from coserve.parallel.search import Cut
 
 
@@ -69,7 +69,12 @@ class WholeParameters(FrozenParameters):
             found = own.row_norms()
             return self._joined(path, found) if cut is Cut.COLWISE else self._summed(found.square()).sqrt()
 
-        return CutWeights(own, norms)
+        def product(x: Tensor) -> Tensor:
+            if cut is Cut.ROWWISE:
+                return self._summed(own.forward(self._ranks.columns_of(x).contiguous()))
+            return self._joined(path, own.forward(x).t()).t()
+
+        return CutWeights(own, norms, lambda: self.bias(path), product)
 
     def rounded(self, path: str, weight: Tensor) -> Tensor:
         return self._own.rounded(path, weight)
@@ -77,7 +82,7 @@ class WholeParameters(FrozenParameters):
     def _joined(self, path: str, own: Tensor) -> Tensor:
         """All ranks' outputs."""
         parts = self._ranks.whole(own, 0).chunk(self._ranks.count)
-        return join_parts(parts, 0, self._plan.pieces.get(path, 1))
+        return join_parts(parts, 0, self._plan.pieces.get(path, ONE_PIECE))
 
     def _summed(self, own: Tensor) -> Tensor:
         return self._ranks.whole(own[None], 0).sum(0)

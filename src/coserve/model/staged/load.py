@@ -26,10 +26,11 @@ from coserve.model.contents import ModelContents
 from coserve.model.load import adopt, drive, load_model, usable_device
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.placing import put
-from coserve.model.refusal import refusing
+from coserve.model.refusal import refusing, unsupported
 from coserve.model.sharded.contents import contents_over_ranks
 from coserve.model.sharded.load import RankCut
 from coserve.model.sharded.plan import ShardPlan
+from coserve.model.sharded.vocabulary import cut_logits
 from coserve.model.sharded.whole import WholeFrame
 from coserve.model.staged.absent import AbsentEmbedding, AbsentHead, AbsentLayer
 from coserve.model.staged.chain import StageChain
@@ -78,8 +79,11 @@ class SpanCut:
     def take_out(self, model: PreTrainedModel) -> None:
         """Takes out the rest of a model, whose parameters may be on the meta device. Raises
         UnsupportedModel."""
-        layers = decoder_layers(model)
+        layers, text = decoder_layers(model), model.config.get_text_config()
         self.span = self.choose(len(layers))
+        if reading := getattr(text, "num_kv_shared_layers", 0):
+            told = f"its last {reading} layers read keys and values of earlier ones, which no stage sends"
+            raise unsupported(model.config.model_type, told, "serve it without engine.pipeline_parallel")
         modules = Modules.of(model)
         is_tied = f"{modules.head}.weight" in model.all_tied_weights_keys  # which transformers does later
         self.modules, self.parameters = replace(modules, tied=is_tied), model.num_parameters()
@@ -150,6 +154,7 @@ class _LoadedStage:
         base.sites = dict(sorted(sites.items(), key=lambda item: order[item[0]]))
         base.modules, base.parameters = self._cut.modules, self._cut.parameters
         base.shards = StageShards(grid, base.shards, base.sites, span, base.depth)
+        base.logits = cut_logits(base, grid.inside)
         every = [cache for _, own, _ in told[:: grid.inside.count] for cache in own]
         base.whole = StagedFrame(base, self._shards.plan, grid, every)
         base.chain = StageChain(base.chain, self._shards.cell, span, grid.stages)
@@ -215,7 +220,11 @@ class StageParameters(FrozenParameters):
             found: Tensor = self._everywhere(path, lambda _: own.row_norms())
             return found
 
-        return CutWeights(own, norms)
+        def product(x: Tensor) -> Tensor:
+            found: Tensor = self._everywhere(path, lambda _: own.forward(x))
+            return found
+
+        return CutWeights(own, norms, lambda: self.bias(path), product)
 
     def bias(self, path: str) -> Tensor | None:
         found: Tensor | None = self._everywhere(path, self._held.bias)
