@@ -125,7 +125,7 @@ def _try(outcome: Outcome) -> None:
     with tempfile.TemporaryDirectory() as scratch, _refusals(outcome, "streamed", scratch):
         outcome.streamed = _streamed(name, texts, Path(scratch) / "model")
     with tempfile.TemporaryDirectory() as scratch, _refusals(outcome, "split", scratch):
-        outcome.split = _split(name, oracle, texts, Path(scratch) / "base.sock")
+        outcome.split = split_error(name, oracle, texts, Path(scratch) / "base.sock")
     with _refusals(outcome, "quantized"):
         outcome.quantized = _quantized(name, oracle, texts)
     _expect(outcome)
@@ -309,7 +309,7 @@ def _streamed(name: str, texts: list[Tokens], folder: Path) -> float:
     return answer_error(Engine(folder, config, word_tokenizer(shrunk.VOCABULARY)), oracle, texts)
 
 
-def _split(name: str, oracle: PreTrainedModel, texts: list[Tokens], socket: Path) -> float:
+def split_error(name: str, oracle: PreTrainedModel, texts: list[Tokens], socket: Path) -> float:
     """As `answer_error`, of a base whose linears an executor of this process computes."""
     executor = BaseExecutor(BaseLinears(shrunk.build(name)))
     try:
