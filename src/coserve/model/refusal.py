@@ -29,8 +29,8 @@ _HANDED_ON: Final = {
     "rwkv": "it mixes each row with the one before ahead of its linears, and hands states on as arguments",
     "zaya": "its routers hand numbers on from layer to layer, beside the hidden state",
     **dict.fromkeys(
-        ("deepseek_v4", "qwen4_exp", "qwen4_exp_text"),
-        "its layers hand on several hidden states, which hyper-connections mix",
+        ("qwen4_exp", "qwen4_exp_text"),
+        "its layers embed each token with those before it, which are a state of token ids",
     ),
 }
 # Fields of a configuration that say how weights were quantized: transformers', compressed-tensors' old one,
