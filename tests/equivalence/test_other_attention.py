@@ -6,6 +6,7 @@ The oracle is transformers' own model, of one text at a time, up to the longest 
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.errors import CoserveError
 from coserve_benchmarks.models import shrunk
-from coserve_benchmarks.models.sweep import ANSWERS, TRAINING, answer_error, gradient_error
+from coserve_benchmarks.models.sweep import ANSWERS, TRAINING, compare_answers, compare_split, gradient_error
 from models import WINDOW, logits_of, prompts, tiny
 
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4}
@@ -94,7 +95,7 @@ def test_it_answers_and_trains_as_transformers(name: str) -> None:
     engine, oracle = Engine(tiny(kind, **fields), config), tiny(kind, **fields)
     assert engine.base.max_positions == longest
     asked = texts(name, longest)
-    assert answer_error(engine, oracle, asked) <= ANSWERS
+    assert compare_answers(engine, oracle, asked).error <= ANSWERS
     assert gradient_error(engine, oracle, asked) <= TRAINING
     with pytest.raises(CoserveError, match=str(longest)):
         engine.generate([1] * (longest + 1), sampling=SamplingParams(max_tokens=1)).result()
@@ -107,8 +108,17 @@ def test_positions_are_told_to_those_who_count(name: str) -> None:
     config = EngineConfig(calibrate=False, cache_tokens=512, page_size=4, scheduler={"max_prefill_rows": 16})
     engine, oracle = Engine(shrunk.build(name), config), shrunk.build(name)
     asked = texts(name, 60)
-    assert answer_error(engine, oracle, asked) <= ANSWERS
+    assert compare_answers(engine, oracle, asked).error <= ANSWERS
     assert gradient_error(engine, oracle, asked) <= TRAINING
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["bloom", "mpt", "xglm", "trocr", "falcon", "diffllama", "gemma3"])
+def test_linears_may_be_elsewhere(name: str, tmp_path: Path) -> None:
+    """An executor computes what is between two layers' attention, and knows attention with code of its own,
+    which layers that it computes as a whole ask; of a multimodal model it has the text part."""
+    asked = texts(name, 60)
+    assert compare_split(name, shrunk.build(name), asked, tmp_path / "base.sock").error <= ANSWERS
 
 
 def test_an_index_and_tables_matter_beyond_the_limits() -> None:

@@ -55,9 +55,11 @@ def render(found: Mapping[str, Any]) -> str:
 def _oracles(exact: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A line for each type that is compared with another oracle than its forward in float32."""
     for one in exact:
-        for word in ("exact", "decoded"):
-            if said := one["words"].get(word):
-                yield from (f"- `{one['name']}`: {said}.", "")
+        for what in ("", *(f"{column}." for column in _ERRORS)):
+            for word in ("exact", "decoded"):
+                if said := one["words"].get(f"{what}{word}"):
+                    column = f" ({what.rstrip('.')})" if what else ""
+                    yield from (f"- `{one['name']}`{column}: {said}.", "")
 
 
 def kind_of(one: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ transformers' own answers from a cache are further from its forward, decoded row
 import copy
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,8 +66,9 @@ _STEP: Final = 1e6
 @dataclass(slots=True)
 class Outcome:
     """The outcome of one type. `unbuilt` are transformers' own words where it makes no small model that reads
-    text alone, `refused` coserve's; errors are None where nothing was compared, and `words` say why. A
-    `fault` is anything else."""
+    text alone, `refused` coserve's; errors are None where nothing was compared, and `words` say why. `most`
+    has the largest error of answers by what was compared, where that is not `ANSWERS`. A `fault` is anything
+    else."""
 
     name: str
     unbuilt: str = ""
@@ -79,12 +80,33 @@ class Outcome:
     quantized: float | None = None
     without: list[str] = field(default_factory=list)  # methods that it does not take
     words: dict[str, str] = field(default_factory=dict)
+    most: dict[str, float] = field(default_factory=dict)
     fault: str = ""
 
     @property
     def is_exact(self) -> bool:
         """Tells whether it answers and trains, and within the tolerances."""
         return not self.fault and self.answers is not None and self.training is not None
+
+    def take(self, what: str, found: "ComparedAnswers") -> None:
+        """Notes how far answers are from their oracle."""
+        setattr(self, what, found.error)
+        self.words |= {
+            (key if what == "answers" else f"{what}.{key}"): own for key, own in found.words.items()
+        }
+        if found.most > ANSWERS:
+            self.most[what] = found.most
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedAnswers:
+    """The largest error of a log-probability, of the largest logit, and the largest that is right: `ANSWERS`,
+    or that of transformers' own float32 against its float64 where that is larger. `words` say which oracle it
+    was instead of the forward in float32: `exact` or `decoded`."""
+
+    error: float
+    most: float = ANSWERS
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 def sweep(names: Iterable[str]) -> Iterator[Outcome]:
@@ -113,7 +135,7 @@ def _try(outcome: Outcome) -> None:
     except CoserveError as error:
         outcome.refused = str(error)
         return
-    outcome.answers = answer_error(engine, oracle, texts, outcome.words)
+    outcome.take("answers", compare_answers(engine, oracle, texts))
     for method, fields in METHODS.items():
         try:
             fresh_adapter(engine.base, method, settings_of(fields), 0)
@@ -123,11 +145,11 @@ def _try(outcome: Outcome) -> None:
     with _refusals(outcome, "training"):
         outcome.training = gradient_error(engine, oracle, texts)
     with tempfile.TemporaryDirectory() as scratch, _refusals(outcome, "streamed", scratch):
-        outcome.streamed = _streamed(name, texts, Path(scratch) / "model")
+        outcome.take("streamed", _streamed(name, texts, Path(scratch) / "model"))
     with tempfile.TemporaryDirectory() as scratch, _refusals(outcome, "split", scratch):
-        outcome.split = _split(name, oracle, texts, Path(scratch) / "base.sock")
+        outcome.take("split", compare_split(name, oracle, texts, Path(scratch) / "base.sock"))
     with _refusals(outcome, "quantized"):
-        outcome.quantized = _quantized(name, oracle, texts)
+        outcome.take("quantized", _quantized(name, oracle, texts))
     _expect(outcome)
 
 
@@ -137,7 +159,7 @@ def _expect(outcome: Outcome) -> None:
     beyond = [
         f"{what} are {error:.1e} apart"
         for what, most in within.items()
-        if (error := getattr(outcome, what)) is not None and not error <= most
+        if (error := getattr(outcome, what)) is not None and not error <= outcome.most.get(what, most)
     ]
     outcome.fault = "; ".join(beyond)
 
@@ -151,30 +173,27 @@ def _refusals(outcome: Outcome, what: str, scratch: str = "") -> Iterator[None]:
         outcome.words[what] = str(error).replace(f"{scratch}/", "") if scratch else str(error)
 
 
-def answer_error(
-    engine: Engine, oracle: PreTrainedModel, texts: list[Tokens], words: dict[str, str] | None = None
-) -> float:
-    """Largest error of a log-probability of texts and their answers, side by side and in chunks, of the
-    largest logit. `words` get the oracle's own errors that make it another one: `exact` or `decoded`."""
+def compare_answers(engine: Engine, oracle: PreTrainedModel, texts: list[Tokens]) -> ComparedAnswers:
+    """Compares texts and their answers, side by side and in chunks."""
     sampling = SamplingParams(max_tokens=_NEW, ignore_eos=True, prompt_logprobs=3, logprobs=3)
     given = [engine.generate(list(text), sampling=sampling) for text in texts]
     engine.run()
     pairs = [*zip(texts, given, strict=True)]
     wanted = [_forward(oracle, *pair) for pair in pairs]
     if (error := _largest(pairs, wanted)) <= ANSWERS:
-        return error
-    words = {} if words is None else words
+        return ComparedAnswers(error)
+    words, most = dict[str, str](), ANSWERS
     exact = copy.deepcopy(oracle).double()
     exact.set_experts_implementation("eager")  # grouped products of experts have no float64
     in_float64 = [_forward(exact, *pair) for pair in pairs]
     if (own := _apart(wanted, in_float64)) > ANSWERS:
-        oracle, wanted = exact, in_float64
+        oracle, wanted, most = exact, in_float64, own
         words["exact"] = f"compared with transformers' in float64, {own:.1e} from its own in float32"
     decoded = [_decoded(oracle, logits, *pair) for logits, pair in zip(wanted, pairs, strict=True)]
     if (own := _apart(wanted, decoded)) > ANSWERS:
         wanted = decoded
         words["decoded"] = f"decoded rows compared with transformers' cache, {own:.1e} from its own forward"
-    return _largest(pairs, wanted)
+    return ComparedAnswers(_largest(pairs, wanted), most, words)
 
 
 def _largest(pairs: list[tuple[Tokens, Completion]], wanted: list[Tensor]) -> float:
@@ -296,8 +315,8 @@ def _beside(a: Tensor, b: Tensor) -> Callable[..., Tensor]:
     return beside
 
 
-def _streamed(name: str, texts: list[Tokens], folder: Path) -> float:
-    """As `answer_error`, of a base that is read from its folder for each pass, but for what must stay; the
+def _streamed(name: str, texts: list[Tokens], folder: Path) -> ComparedAnswers:
+    """As `compare_answers`, of a base that is read from its folder for each pass, but for what must stay; the
     oracle is what transformers reads from there."""
     shrunk.build(name).save_pretrained(folder)
     oracle = shrunk.auto_class(shrunk.kind_of(name)).from_pretrained(folder).eval()
@@ -306,29 +325,29 @@ def _streamed(name: str, texts: list[Tokens], folder: Path) -> float:
     stored = stored_bytes(folder, [block.path for block in shapes.chain])
     budget = enough_to_stream(shapes, stored) + _ROUNDED
     config = EngineConfig(**CONFIG, base_memory=budget)
-    return answer_error(Engine(folder, config, word_tokenizer(shrunk.VOCABULARY)), oracle, texts)
+    return compare_answers(Engine(folder, config, word_tokenizer(shrunk.VOCABULARY)), oracle, texts)
 
 
-def _split(name: str, oracle: PreTrainedModel, texts: list[Tokens], socket: Path) -> float:
-    """As `answer_error`, of a base whose linears an executor of this process computes."""
+def compare_split(name: str, oracle: PreTrainedModel, texts: list[Tokens], socket: Path) -> ComparedAnswers:
+    """As `compare_answers`, of a base whose linears an executor of this process computes."""
     executor = BaseExecutor(BaseLinears(shrunk.build(name)))
     try:
         service = SplitService(executor, Address(path=str(socket)))
         try:
             config = EngineConfig(**CONFIG, base=str(service.address))
-            return answer_error(Engine(shrunk.build(name), config), oracle, texts)
+            return compare_answers(Engine(shrunk.build(name), config), oracle, texts)
         finally:
             service.close()
     finally:
         executor.close()
 
 
-def _quantized(name: str, oracle: PreTrainedModel, texts: list[Tokens]) -> float:
-    """As `answer_error`, of a base in four bits (linears whose inputs are no multiple of a block, the
+def _quantized(name: str, oracle: PreTrainedModel, texts: list[Tokens]) -> ComparedAnswers:
+    """As `compare_answers`, of a base in four bits (linears whose inputs are no multiple of a block, the
     embedding and the head in eight); the oracle gets the numbers that its weights are then."""
     engine = Engine(shrunk.build(name), EngineConfig(**CONFIG, quantize="4bit"))
     give_weights(oracle, engine.base)
-    return answer_error(engine, oracle, texts)
+    return compare_answers(engine, oracle, texts)
 
 
 @torch.no_grad()

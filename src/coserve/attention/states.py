@@ -115,16 +115,30 @@ class StateStore:
 
     def keep(self, line: int, slot: int) -> None:
         """Copies the current states of a sequence to a slot."""
-        self._copy(2 * line + self._current[line], self._first_slot + slot)
+        self.copy(2 * line + self._current[line], self._first_slot + slot)
 
     def begin(self, line: int, slot: int) -> None:
         """Makes the states in a slot the current ones of a sequence."""
-        self._copy(self._first_slot + slot, 2 * line + self._current[line])
+        self.copy(self._first_slot + slot, 2 * line + self._current[line])
 
-    def _copy(self, source: int, target: int) -> None:
+    def copy(self, source: int, target: int) -> None:
+        """Copies all mixers' states from one place to another."""
         for states in self._states:
             for state in states:
                 state[target] = state[source]
+
+    def read_bytes(self, place: int) -> Tensor:
+        """The bytes of all mixers' states at a place, [bytes]."""
+        held = [state[place].contiguous().flatten() for states in self._states for state in states]
+        return torch.cat([state.view(torch.uint8) for state in held])
+
+    def write_bytes(self, place: int, data: Tensor) -> None:
+        """Fills a place with what `read_bytes` gave."""
+        start = 0
+        for state in (state for states in self._states for state in states):
+            stop = start + state[place].nbytes
+            own = data[start:stop].clone().view(state.dtype)  # a slice may begin at any byte
+            state[place], start = own.view(state.shape[1:]), stop
 
     def turn(self, lines: Sequence[int]) -> None:
         """Makes the states that were written for these sequences their current ones."""
@@ -146,7 +160,9 @@ class _MixerCall:
 class PassStates:
     """The states of one pass's sequences, whose lines in the store are `lines`: decode rows in one call of
     each mixer, every chunk of a prompt in one of its own; `by_rows` each row alone, so that no bit depends on
-    where a prompt is cut. Sequences on `begun` lines go on from an earlier pass that is not committed yet."""
+    where a prompt is cut. Sequences on `begun` lines go on from an earlier pass that is not committed yet.
+    Where `places` are given, of states before the pass and after it, they count instead of lines, and nothing
+    is to be committed."""
 
     def __init__(
         self,
@@ -156,11 +172,13 @@ class PassStates:
         seq_lens: Sequence[int],
         by_rows: bool = False,
         begun: Container[int] = (),
+        places: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """`query_lens` are each sequence's rows in the pass, `seq_lens` its positions including them."""
         self._store, self._turned = store, [line for line in lines if line not in begun]
         self._calls = list[_MixerCall]()
-        before, after, start = store.places(lines, begun), store.places(lines, frozenset(lines)), 0
+        before, after = places or (store.places(lines, begun), store.places(lines, frozenset(lines)))
+        start = 0
         if by_rows:
             self._calls, start = [*_single_rows(before, after, query_lens, seq_lens)], sum(query_lens)
         for first, count in () if by_rows else equal_lengths(query_lens, seq_lens):

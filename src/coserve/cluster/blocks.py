@@ -104,15 +104,9 @@ def load_block(
     """Loads and proves the layers of a span, of all tensors in the model's files theirs alone, for answers
     and for training; and the block's content hash. Raises ModelError and UnsupportedModel."""
     base, digest = _load(folder, BlockCut(span), dtype, device)
-    refused = {
-        "the states of its recurrent layers stay in one process": bool(base.mixers),
-        "its layers hand on more than a hidden state": base.hands_on
-        or base.streams > 1
-        or any(block.returns > 1 for block in base.chain),
-    }
-    for reason, is_so in refused.items():
-        if is_so:
-            raise UnsupportedModel(f"{base.model.config.model_type} cannot be cut into blocks: {reason}")
+    if base.hands_on or base.streams > 1 or any(block.returns > 1 for block in base.chain):
+        reason = "its layers hand on more than a hidden state"
+        raise UnsupportedModel(f"{base.model.config.model_type} cannot be cut into blocks: {reason}")
     prove_training(base)
     base.chain = BlockChain(base.chain, base.cell, span)
     return base, digest

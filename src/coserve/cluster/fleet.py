@@ -128,6 +128,11 @@ class ClusterFleet:
         """Longest sequences that all blocks take."""
         return min(one.loaded.max_positions for one in self.instances())
 
+    @property
+    def has_states(self) -> bool:
+        """Tells whether some blocks have recurrent layers."""
+        return any(one.loaded.state_nbytes for one in self.instances())
+
     def status(self) -> dict[str, list[int]]:
         """Blocks by the addresses of workers that are there."""
         with self._lock:

@@ -2,7 +2,9 @@
 
 A sequence's rows go to the instances that dispatch chooses, owners of its pages first (BlockLLM, 5.3). Where
 one lacks pages, they are copied from another, recomputed from the front, or both until they meet (5.1).
-Whatever is lost with a worker is loaded and computed again elsewhere: no request fails for it.
+States of recurrent layers cannot meet: they are copied with the pages, or rows are computed again from the
+newest state that was kept. Whatever is lost with a worker is loaded and computed again elsewhere: no request
+fails for it.
 
 A pass is a *flight*. Its rows travel in groups that go the same way. Each group is a task: a generator that
 sends something and yields until its reply is there. Replies of all tasks come in one queue, so that one
@@ -28,10 +30,11 @@ from coserve.cluster.choosing import ChooseInstance, LiveDispatch, link_rate, me
 from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.hosted import HostedBlock, Outcome, Outcomes, SequenceRows
 from coserve.cluster.meeting import Meeting, MovingPages, PageMove
-from coserve.cluster.messages import CopyPages, Hop, PassRows, RowSegment, RowsPassed
+from coserve.cluster.messages import CopyPages, Hop, MovedState, PassRows, RowSegment, RowsPassed, StateStep
 from coserve.cluster.pausing import PausedSequence, PausedSequences
 from coserve.cluster.records import ClusterLink
 from coserve.cluster.speculation import bottlenecks, speculated_places
+from coserve.cluster.states import SequenceStates, StateName, StatePlan
 from coserve.errors import CoserveError, Unreachable, WeightsUnreadable
 
 _ATTEMPTS: Final = 8  # of a pass while workers are lost; then the plan waits
@@ -91,6 +94,8 @@ class ClusterFront:
         self.copied = self.recomputed = 0  # tokens of pages that were brought, over all blocks
         self.right = self.wrong = 0  # predictions of surrogates
         self.moved = 0  # times that pages have moved before somebody needed them
+        self.states = SequenceStates(fleet.settings.load)
+        self.copied_states = 0
         self._paused = PausedSequences(self.settings.page_size) if resumes else None
         self._moves: list[Flight] = []  # of such pages, with no rows
         self.plans = max(len({one.worker.address for one in fleet.instances()}), 1)
@@ -128,6 +133,7 @@ class ClusterFront:
 
     def end(self, key: int, pages: Sequence[int], tokens: int) -> None:
         """A sequence has ended, with so many tokens in its pages."""
+        self.states.end(key)
         if self._paused is not None:
             self._paused.end(key, pages, tokens, time.monotonic())
 
@@ -245,8 +251,9 @@ class ClusterFront:
         for one in way:
             one.rows += sum(lengths)
         try:
+            bring = self._bring_states if any(one.loaded.state_nbytes for one in way) else self._bring
             for own in rows:
-                yield from self._bring(own, way)
+                yield from bring(own, way)
             hidden = torch.cat([flight.hidden[spans[place]] for place in places])
             for leg in self._legs(way):
                 hidden = yield from self._pass(rows, leg, hidden, self._predicted(rows, way))
@@ -294,10 +301,12 @@ class ClusterFront:
     ) -> Generator[None, Outcome, Tensor]:
         """Takes rows through the instances of a leg, beside some of which surrogates predict."""
         segments = tuple(self._segment(one) for one in rows)
-        number = self._start(leg)
         pages = [page for own in segments for page in own.pages]
+        steps = [[_step(one, own.states) for own in rows if one.loaded.state_nbytes] for one in leg]
+        number = self._start(leg)
         hops = tuple(
-            structs.replace(self._hop(one, pages), surrogate=predicted.get(one.number, "")) for one in leg
+            structs.replace(self._hop(one, pages, own), surrogate=predicted.get(one.number, ""))
+            for one, own in zip(leg, steps, strict=True)
         )
         with suppress(Unreachable):  # told as an outcome
             leg[0].worker.send(PassRows(number, self.fleet.id, segments, hops), [hidden])
@@ -311,6 +320,9 @@ class ClusterFront:
             for own in rows:
                 one.note(own.pages, own.context + own.length, self.settings.page_size)
             one.observe(len(passed), seconds)
+        for one, taken in zip(leg, steps, strict=True):
+            for own, step in zip(rows, taken, strict=bool(taken)):
+                _note_state(one, step, (own.key, own.context + own.length))
         self.fleet.count(leg, passed.nbytes, message.seconds)
         return passed
 
@@ -319,11 +331,11 @@ class ClusterFront:
         pages = tuple(rows.pages[: -(-end // self.settings.page_size)])
         return RowSegment(rows.key, rows.length, rows.context, pages, rows.adapter, rows.goes_on)
 
-    def _hop(self, one: HostedBlock, pages: Sequence[int]) -> Hop:
+    def _hop(self, one: HostedBlock, pages: Sequence[int], states: Sequence[StateStep] = ()) -> Hop:
         """A hop to an instance, which cleans those of the pages first that were nobody's there."""
         fresh = tuple(dict.fromkeys(page for page in pages if page not in one.filled))
         one.filled |= dict.fromkeys(fresh, 0)
-        return Hop(one.worker.address, one.number, fresh)
+        return Hop(one.worker.address, one.number, fresh, states=tuple(states))
 
     # Pages
 
@@ -334,6 +346,78 @@ class ClusterFront:
         for block, one in enumerate(way):
             if lacking := one.lacking(rows.pages, rows.context, size):
                 yield from self._move(rows, way[: block + 1], lacking)
+
+    def _bring_states(self, rows: SequenceRows, way: Sequence[HostedBlock]) -> Steps:
+        """As `_bring`, of a model with recurrent layers: pages and states are copied from an instance that
+        has all of a block; blocks of which nobody has are computed again, with all before them."""
+        lost = [n for n, one in enumerate(way) if not (self._has(rows, one) or self._holder(rows, one))]
+        if lost:
+            yield from self._replay(rows, way[: lost[-1] + 1])
+        for one in way:
+            if not self._has(rows, one):
+                yield from self._fetch(rows, one)
+
+    def _has(self, rows: SequenceRows, one: HostedBlock) -> bool:
+        """Tells whether an instance has the pages and the state before rows."""
+        name = rows.states.name
+        is_there = name is None or not one.loaded.state_nbytes or one.states.find(name) is not None
+        return is_there and not one.lacking(rows.pages, rows.context, self.settings.page_size)
+
+    def _holder(self, rows: SequenceRows, one: HostedBlock) -> HostedBlock | None:
+        """Another instance of the block that has all before the rows, and reaches this one."""
+        others = (other for other in self.fleet.instances(one.block) if other is not one)
+        return next((o for o in others if self._has(rows, o) and not self.fleet.is_avoided(o, one)), None)
+
+    def _fetch(self, rows: SequenceRows, one: HostedBlock) -> Steps:
+        """Copies the pages that an instance lacks, and the state. Raises _Again where nobody has them now."""
+        if lacking := one.lacking(rows.pages, rows.context, self.settings.page_size):
+            if self._source(rows, one, lacking) is None:
+                raise _Again
+            yield from self._move(rows, [one], lacking, MovingPages.COPY)
+        if self._has(rows, one):
+            return
+        source, name = self._holder(rows, one), rows.states.name
+        place = None if source is None or name is None else source.states.find(name)
+        if source is None or name is None or place is None:
+            raise _Again
+        into = 2 * rows.states.line
+        one.states.drop(into)
+        number = self._start([source, one])
+        moved, hop = MovedState(*name, place, into), Hop(one.worker.address, one.number)
+        with suppress(Unreachable):
+            source.worker.send(CopyPages(number, self.fleet.id, source.number, (), hop, moved))
+        outcome = yield
+        if not isinstance(outcome.message, RowsPassed):
+            raise self._failed(outcome, [source, one])
+        one.states.put(into, name)
+        self.copied_states += 1
+
+    def _replay(self, rows: SequenceRows, way: Sequence[HostedBlock]) -> Steps:
+        """Computes rows again from the newest state that all on the way have with the pages before it, or
+        from the front. Raises _Again where a worker is lost meanwhile, and a worker's error."""
+        size, line = self.settings.page_size, rows.states.line
+
+        def has(one: HostedBlock, name: StateName) -> bool:
+            is_there = not one.loaded.state_nbytes or one.states.find(name) is not None
+            return is_there and not one.lacking(rows.pages, name[1], size)
+
+        kept = [n for n in self.states.earlier(rows.key, rows.context) if all(has(one, n) for one in way)]
+        name = max(kept, key=lambda name: name[1], default=None)
+        start = 0 if name is None else name[1]
+        while start < rows.context:
+            tokens = range(start, min(start + _COMPUTED, rows.context))
+            steps = [[_step(one, StatePlan(line, name))] if one.loaded.state_nbytes else [] for one in way]
+            self._recompute(rows, way, tokens, steps)
+            outcome = yield
+            if not isinstance(message := outcome.message, RowsPassed):
+                raise self._failed(outcome, way)
+            name, start = (rows.key, tokens.stop), tokens.stop
+            for one, taken, spent in zip(way, steps, message.seconds, strict=True):
+                one.observe(len(tokens), spent)
+                one.note(rows.pages, tokens.stop, size)
+                for step in taken:
+                    _note_state(one, step, name)
+            self.recomputed += len(tokens)
 
     def _move_ahead(self, paused: PausedSequences) -> None:
         """Begins the moves of pages that are due, each beside the flights."""
@@ -418,7 +502,7 @@ class ClusterFront:
                 meeting.recomputed(seconds)
         recomputed, copied = meeting.done
         self.recomputed, self.copied = self.recomputed + len(recomputed), self.copied + len(copied)
-        if source is not None and copied:
+        if source is not None and copied and nbytes:
             self.rates[source.worker.address, one.worker.address] = meeting.copy_rate * nbytes
 
     def _recompute_rate(self, one: HostedBlock) -> tuple[float, bool]:
@@ -447,11 +531,18 @@ class ClusterFront:
             there = min(size, first + tokens.stop - place * size)
             one.filled[rows.pages[place]] = max(one.filled.get(rows.pages[place], 0), there)
 
-    def _recompute(self, rows: SequenceRows, way: Sequence[HostedBlock], tokens: range) -> int:
+    def _recompute(
+        self,
+        rows: SequenceRows,
+        way: Sequence[HostedBlock],
+        tokens: range,
+        steps: Sequence[Sequence[StateStep]] = (),
+    ) -> int:
         number = self._start(way)
         pages = tuple(rows.pages[: -(-tokens.stop // self.settings.page_size)])
         segment = RowSegment(rows.key, len(tokens), tokens.start, pages, rows.adapter)
-        hops = tuple(self._hop(one, pages) for one in way)
+        states = steps or [()] * len(way)
+        hops = tuple(self._hop(one, pages, own) for one, own in zip(way, states, strict=True))
         hidden = rows.embedded(tokens.start, len(tokens))
         with suppress(Unreachable):
             way[0].worker.send(PassRows(number, self.fleet.id, (segment,), hops), [hidden])
@@ -463,6 +554,24 @@ class ClusterFront:
         with suppress(Unreachable):
             source.worker.send(CopyPages(number, self.fleet.id, source.number, pages, hop))
         return number
+
+
+def _step(one: HostedBlock, plan: StatePlan) -> StateStep:
+    """The places of a sequence's states at an instance in a pass, of which those that it writes count no
+    longer. Raises _Again where the state before is not there."""
+    before = -1 if plan.name is None else one.states.find(plan.name)
+    if before is None:
+        raise _Again
+    after = 2 * plan.line + (before == 2 * plan.line)
+    for written in (after, plan.kept):
+        one.states.drop(written)
+    return StateStep(before, 0 if plan.name is None else plan.name[0], after, plan.kept)
+
+
+def _note_state(one: HostedBlock, step: StateStep, name: StateName) -> None:
+    """Notes that rows have passed, whose states are there now."""
+    for place in (step.after, *([step.kept] if step.kept >= 0 else [])):
+        one.states.put(place, name)
 
 
 def _place(one: HostedBlock) -> tuple[str, str]:

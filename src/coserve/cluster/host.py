@@ -269,7 +269,7 @@ class BlockHost:
             case CancelRows():
                 self._cancel(scheduler, message.numbers)
             case CopyPages():
-                self._moves.put((self._copy_pages, message, ()))
+                self._carry(self._copy_pages, message)
             case TrainRows():
                 self._queue_training(message, tensors)
             case _:
@@ -331,6 +331,7 @@ class BlockHost:
                 found = load_block(folder, span, dtype, self._device)
             base, content = found
             block = OpenBlock(base, content, asked)
+            every_state, state = block.state_nbytes
             one = _Instance(block, AgentQueue(*self._settings))
             with self._lock:
                 self._bases[key] = found
@@ -341,10 +342,11 @@ class BlockHost:
                     asked.number,
                     content,
                     base.nbytes,
-                    block.attention.nbytes,
+                    block.attention.nbytes + every_state,
                     block.attention.page_nbytes,
                     base.max_positions,
                     encode_sites(own),
+                    state,
                 )
             )
 
@@ -431,7 +433,15 @@ class BlockHost:
     def _put_pages(self, message: PutPages, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != 1:
             raise ConnectionError("pages without their bytes")
-        self._moves.put((self._write_pages, message, (tensors[0],)))
+        self._carry(self._write_pages, message, tensors[0])
+
+    def _carry(self, act: Callable[..., object], message: CopyPages | PutPages, *data: Tensor) -> None:
+        """Has the moving thread read or write pages; states are changed by passes, so the computing thread
+        moves them."""
+        if message.state is None:
+            self._moves.put((act, message, data))
+        else:
+            self._later(self._moved, act, message, data)
 
     def _later(self, act: Callable[..., object], *given: Any) -> None:
         """Has the computing thread do something between two passes."""
@@ -585,10 +595,12 @@ class BlockHost:
 
     def _copy_pages(self, message: CopyPages) -> None:
         try:
-            data = self._find(message.scheduler, message.instance).block.read_pages(message.pages)
+            block = self._find(message.scheduler, message.instance).block
+            state = message.state
+            data = block.read_pages(message.pages) if state is None else block.read_state(state)
         except CoserveError as error:
             return self._fail(message, error)
-        put = PutPages(message.number, message.scheduler, message.target.instance, message.pages)
+        put = PutPages(message.number, message.scheduler, message.target.instance, message.pages, state)
         return self._forward(message.target.address, put, [data])
 
     def _write_pages(self, message: PutPages, data: Tensor) -> None:
@@ -598,7 +610,11 @@ class BlockHost:
             with self._moving:
                 if self._is_cancelled(message.scheduler, message.number):
                     return
-                self._find(message.scheduler, message.instance).block.write_pages(message.pages, data)
+                block = self._find(message.scheduler, message.instance).block
+                if message.state is None:
+                    block.write_pages(message.pages, data)
+                else:
+                    block.write_state(message.state, data)
         except CoserveError as error:
             return self._fail(message, error)
         self._reply(message.scheduler, RowsPassed(message.number))
@@ -606,9 +622,13 @@ class BlockHost:
     def _move(self) -> None:
         """The moving thread: a page that waited for a pass would cost a link most of its rate."""
         while (move := self._moves.get()) is not None:
-            act, message, data = move
-            try:
-                act(message, *data)
-            except Exception as error:
-                _log.exception("pages could not be moved")
-                self._fail(message, InternalError(f"the worker at {self.address}: {error}"))
+            self._moved(*move)
+
+    def _moved(
+        self, act: Callable[..., object], message: CopyPages | PutPages, data: Sequence[Tensor]
+    ) -> None:
+        try:
+            act(message, *data)
+        except Exception as error:
+            _log.exception("pages could not be moved")
+            self._fail(message, InternalError(f"the worker at {self.address}: {error}"))

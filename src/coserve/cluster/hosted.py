@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coserve.cluster.messages import BlockLoaded, LoadBlock, RowsFailed, RowsPassed, RowsReturned
 from coserve.cluster.remote import WorkerLink
+from coserve.cluster.states import HeldStates, StatePlan
 from coserve.core.sequence import Span, stage_spans
 
 
@@ -32,7 +33,8 @@ Outcomes: TypeAlias = "queue.SimpleQueue[Outcome]"
 class SequenceRows:
     """Rows of one sequence in a pass: `length` of them after `context` positions, whose keys and values are
     in `pages`. `embedded` gives the embeddings [count, width] of its tokens from a position on. `surrogates`
-    are versions that may predict what blocks compute of it, where its request allows approximations."""
+    are versions that may predict what blocks compute of it, where its request allows approximations; `states`
+    are its own in recurrent layers."""
 
     key: int
     length: int
@@ -42,18 +44,21 @@ class SequenceRows:
     goes_on: bool
     embedded: Callable[[int, int], Tensor]
     surrogates: Mapping[int, str] = field(default_factory=dict)
+    states: StatePlan = field(default_factory=StatePlan)
 
 
 @dataclass(eq=False)
 class HostedBlock:
-    """An instance on a worker. `filled` has the pages that are clean there, with the tokens in each. One that
-    `is_leaving` has a successor on another worker, and no rows go there any more."""
+    """An instance on a worker. `filled` has the pages that are clean there, with the tokens in each, `states`
+    those of recurrent layers. One that `is_leaving` has a successor on another worker, and no rows go there
+    any more."""
 
     number: int
     block: int
     worker: WorkerLink
     loaded: BlockLoaded
     filled: dict[int, int] = field(default_factory=dict)
+    states: HeldStates = field(default_factory=HeldStates)
     rows: int = 0  # on their way there
     used_at: float = field(default_factory=time.monotonic)  # when rows last came from there
     seconds: dict[int, float] = field(default_factory=dict)  # of a pass, by its rows up to a power of two
@@ -72,7 +77,9 @@ class HostedBlock:
         self.seconds[size] = (self.seconds.get(size, seconds) + seconds) / 2
 
     def lacking(self, pages: Sequence[int], tokens: int, page_size: int) -> list[int]:
-        """Places in `pages` of those that lack some of so many tokens."""
+        """Places in `pages` of those that lack some of so many tokens; none in a block without attention."""
+        if not self.loaded.page_nbytes:
+            return []
         return [
             place
             for place in range(-(-tokens // page_size))

@@ -18,8 +18,9 @@ from coserve.adapters.slot_pools import LoraSlotPools
 from coserve.attention.backend import CommonAttentionMetadata, InferenceRows, PageCopy
 from coserve.attention.paged import make_batched
 from coserve.cluster.blocks import BlockShards, merged_sites
-from coserve.cluster.messages import LoadBlock, PassRows, RowSegment, TrainRows
+from coserve.cluster.messages import LoadBlock, MovedState, PassRows, RowSegment, StateStep, TrainRows
 from coserve.cluster.returning import Trained, trained
+from coserve.cluster.states import BlockStates
 from coserve.errors import ConfigError, RequestError
 from coserve.executors.codec import Codec
 from coserve.executors.executor import LoadAdapter
@@ -49,10 +50,11 @@ class OpenBlock:
         try:
             pages = asked.pages + asked.spare
             self.attention = make_batched(base.caches, pages, asked.page_size, base.dtype, base.device)
+            self.states = BlockStates(base.mixers, asked, base.device) if base.mixers else None
         except RuntimeError as error:  # torch is out of memory
             raise ConfigError(
-                f"keys and values of {asked.pages * asked.page_size} tokens do not fit into the worker's "
-                "memory"
+                f"keys and values of {asked.pages * asked.page_size} tokens, and states of {asked.sequences} "
+                "sequences, do not fit into the worker's memory"
             ) from error
         self._spare = range(asked.pages, asked.pages + asked.spare)
         self._slots = LoraSlotPools(linears_together(base), asked.sequences, base.device)
@@ -76,16 +78,18 @@ class OpenBlock:
     @torch.no_grad()
     def run(self, arrived: Sequence[ArrivedRows]) -> list[Tensor]:
         """Takes the rows of several messages through the block in one pass; returns them message by message.
-        Raises RequestError for pages that this instance has not, and AdapterNotFound."""
+        Raises RequestError for pages and states that this instance has not, and AdapterNotFound."""
         self._clean(arrived)
         found = [(one.hidden, place, segment) for one in arrived for place, segment in _placed(one.message)]
+        every = [step for one in arrived for step in self._steps(one.message)]
         order = sorted(range(len(found)), key=lambda i: (found[i][2].length > 1, found[i][2].adapter))
         segments = [found[i][2] for i in order]
         hidden = torch.cat([found[i][0][found[i][1]] for i in order]).to(self.base.device, self.base.dtype)
         adapters = self._adapters(segments)
         for _, own in adapters:
             self._slots.use(own)
-        whole = self._passed(hidden, segments, adapters, self._slots.batch(adapters))
+        steps = [every[i] for i in order] if self.states is not None else []
+        whole = self._passed(hidden, segments, adapters, self._slots.batch(adapters), steps)
         passed = torch.split(whole, [segment.length for segment in segments])
         back = {i: rows for i, rows in zip(order, passed, strict=True)}
         parts, start = list[Tensor](), 0
@@ -101,6 +105,8 @@ class OpenBlock:
         It may be asked while rows pass: keys and values of these rows go to spare pages, behind a copy of the
         part of a page before them. Raises RequestError, and AdapterNotFound."""
         message, size = arrived.message, self.attention.page_size
+        if self.states is not None:
+            raise RequestError("surrogates predict no block with recurrent layers")
         if len(message.segments) > len(self._spare) or any(one.length > 1 for one in message.segments):
             raise RequestError("a surrogate predicts single rows, as many as there are spare pages")
         segments, copies, surrogate = [], [], message.hops[0].surrogate
@@ -122,6 +128,32 @@ class OpenBlock:
         the reply and its tensors. Raises RequestError for rows of other layers or shapes, and
         AdapterNotFound."""
         return trained(self.base, self.span, self._version(message.adapter), message, tensors)
+
+    def read_state(self, moved: MovedState) -> Tensor:
+        """The bytes [1, bytes] of a sequence's states. Raises RequestError where they are not there."""
+        return self._held_states.read(moved)
+
+    def write_state(self, moved: MovedState, data: Tensor) -> None:
+        """Takes states that `read_state` of another instance gave. Raises RequestError."""
+        self._held_states.write(moved, data)
+
+    @property
+    def state_nbytes(self) -> tuple[int, int]:
+        """Bytes of all states, and of one sequence's."""
+        return (0, 0) if self.states is None else (self.states.nbytes, self.states.state_nbytes)
+
+    @property
+    def _held_states(self) -> BlockStates:
+        if self.states is None:
+            raise RequestError("this instance has no recurrent layers")
+        return self.states
+
+    def _steps(self, message: PassRows) -> Sequence[StateStep]:
+        """The steps of a message's states. Raises RequestError where it has others than this block needs."""
+        steps = message.hops[0].states
+        if len(steps) != (0 if self.states is None else len(message.segments)):
+            raise RequestError(f"{len(steps)} states for {len(message.segments)} sequences in this block")
+        return steps
 
     def _version(self, key: str) -> AdapterVersion:
         return self.loaded.find(key) if key else AdapterVersion("", 0, ())
@@ -156,17 +188,21 @@ class OpenBlock:
         segments: Sequence[RowSegment],
         adapters: list[tuple[slice, Bypasses]],
         lora: LoraBatch,
+        steps: Sequence[StateStep] = (),
     ) -> Tensor:
         base, rows = self.base, len(hidden)
+        states = None if self.states is None else self.states.of_pass(segments, steps)
         common = self._common(segments)
         positions = common.positions
         if missing := base.row_buckets.pad_rows(rows) - rows:
             hidden, positions = F.pad(hidden, (0, 0, 0, missing)), F.pad(positions, (0, missing))
         _, calls = base.prologue(torch.zeros_like(positions), positions)
-        part = InferenceRows(self.attention, common, len(hidden))
+        part = InferenceRows(self.attention, common, len(hidden), states)
         fused = FusedRows([part], lora.rest, lora, False, slice(rows, len(hidden)))
         batch = InferenceBatch((), common.query_lens, hidden[None], part, calls, adapters, self.span)
         base.chain.forward([batch], self.span, compose=lambda _: (fused, calls))
+        if self.states is not None:
+            self.states.passed(segments, steps)
         return batch.hidden[0, :rows].cpu()
 
     def _common(self, segments: Sequence[RowSegment]) -> CommonAttentionMetadata:

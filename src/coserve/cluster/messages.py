@@ -49,7 +49,8 @@ class Greeting(msgspec.Struct, frozen=True, tag=True):
 
 class LoadBlock(msgspec.Struct, frozen=True, tag=True):
     """Opens the instance `number`: layers [first, last) of a model whose files have the content `files`, with
-    room for keys and values, `spare` pages of which are for rows that surrogates compute."""
+    room for keys and values, `spare` pages of which are for rows that surrogates compute, and for states of
+    recurrent layers: two of each sequence, and `slots` beside."""
 
     number: Number
     model: Text
@@ -61,11 +62,12 @@ class LoadBlock(msgspec.Struct, frozen=True, tag=True):
     page_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
     sequences: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
     spare: Count = 0
+    slots: Count = 0
 
 
 class BlockLoaded(msgspec.Struct, frozen=True, tag=True):
-    """An instance that is open: the content hash of its block, its bytes, those of keys and values, its sites
-    for adapters (encoded), and how long sequences may be."""
+    """An instance that is open: the content hash of its block, its bytes, those of keys, values and states,
+    its sites for adapters (encoded), how long sequences may be, and the bytes of one sequence's states."""
 
     number: Number
     content: Text
@@ -74,6 +76,7 @@ class BlockLoaded(msgspec.Struct, frozen=True, tag=True):
     page_nbytes: Number
     max_positions: Count
     sites: bytes
+    state_nbytes: Number = 0
 
 
 class TellSites(msgspec.Struct, frozen=True, tag=True):
@@ -141,14 +144,37 @@ class RowSegment(msgspec.Struct, frozen=True, array_like=True):
     goes_on: bool = False
 
 
+class StateStep(msgspec.Struct, frozen=True, array_like=True):
+    """The states of a segment's sequence at an instance: the place of those before its rows (-1: it begins
+    without), the key of the sequence in whose name they are, the place of those after, and one where these
+    are kept as well (-1: none)."""
+
+    before: Annotated[int, msgspec.Meta(ge=-1, le=MOST_COUNT)]
+    name: int
+    after: Count
+    kept: Annotated[int, msgspec.Meta(ge=-1, le=MOST_COUNT)] = -1
+
+
+class MovedState(msgspec.Struct, frozen=True, array_like=True):
+    """The states behind so many tokens of the sequence with a key, which go from a place to another
+    instance's."""
+
+    key: int
+    tokens: Count
+    place: Count
+    into: Count
+
+
 class Hop(msgspec.Struct, frozen=True, array_like=True):
     """An instance that rows pass: its worker's address, its number, and pages to be cleaned before. The
-    version `surrogate`, where it is named, predicts what the instance's block computes of single rows."""
+    version `surrogate`, where it is named, predicts what the instance's block computes of single rows. A
+    block with recurrent layers has a step of `states` for each segment."""
 
     address: Text
     instance: Number
     clean: tuple[Count, ...] = ()
     surrogate: Text = ""
+    states: tuple[StateStep, ...] = ()
 
 
 class PassRows(msgspec.Struct, frozen=True, tag=True):
@@ -237,22 +263,24 @@ class CancelRows(msgspec.Struct, frozen=True, tag=True):
 
 
 class CopyPages(msgspec.Struct, frozen=True, tag=True):
-    """Has the worker of `instance` send pages to another one."""
+    """Has the worker of `instance` send pages to another one, or the states of a sequence."""
 
     number: Number
     scheduler: Text
     instance: Number
     pages: tuple[Count, ...]
     target: Hop
+    state: MovedState | None = None
 
 
 class PutPages(msgspec.Struct, frozen=True, tag=True):
-    """Pages [pages, bytes] for an instance."""
+    """Pages [pages, bytes] for an instance, or the states [1, bytes] of a sequence."""
 
     number: Number
     scheduler: Text
     instance: Number
     pages: tuple[Count, ...]
+    state: MovedState | None = None
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):

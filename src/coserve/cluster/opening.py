@@ -21,7 +21,7 @@ from coserve.errors import ConfigError
 from coserve.executors.local import LocalExecutor
 from coserve.model.foreign import folder_of
 from coserve.split.address import Address
-from coserve.worker.opening import Model, Opened, ReadTokenizer, dtype_of, open_loaded
+from coserve.worker.opening import Model, Opened, ReadTokenizer, dtype_of, open_loaded, state_slots
 
 RAY: Final = "ray"  # in place of addresses, or before that of a head: those of a Ray cluster's workers
 
@@ -48,6 +48,7 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
         page_size=config.page_size,
         sequences=config.max_running,
         spare=int(config.cluster_speculation > 0),
+        slots=state_slots(config),
     )
     settings = BlockSettings(
         load, blocks, config.cluster_copies, config.cluster_queue, config.cluster_idle,
@@ -58,6 +59,9 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
         own = [site for site in base.sites.values() if site.stage not in range(base.depth)]
         base.sites = merged_sites(base.modules.paths, [own, *fleet.open()])
         fleet.tell_sites(base.sites)
+        base.recurs_elsewhere = fleet.has_states
+        if fleet.has_states and config.cluster_speculation:
+            raise ConfigError("engine.cluster_speculation: surrogates predict no block with recurrent layers")
         base.max_positions = min(base.max_positions, fleet.max_positions)
         contents = " ".join(fleet.contents[block] for block in range(blocks))
         base.fingerprint = hashlib.sha256(f"{base.fingerprint} {contents}".encode()).hexdigest()[:16]

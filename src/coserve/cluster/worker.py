@@ -190,8 +190,8 @@ class ClusterPass(FusedPass):
     def _begin(self, batch: InferenceBatch) -> Flight:
         rows, shards = [], self.base.shards
         assert isinstance(shards, ClusterShards), "as a cluster's base has them"
-        for segment in batch.segments:
-            answer = self.table[segment.key]
+        for segment, line in zip(batch.segments, self.table.places(batch.segments), strict=True):
+            answer, context = self.table[segment.key], segment.context
             most = answer.request.sampling.max_tokens
             goes_on = len(answer.output) + 1 < most
             bypasses = None if segment.adapter is None else self.loaded.find(segment.adapter).bypasses
@@ -203,12 +203,13 @@ class ClusterPass(FusedPass):
                 SequenceRows(
                     segment.key,
                     segment.length,
-                    segment.context,
+                    context,
                     answer.pages,
                     segment.adapter or "",
                     goes_on,
                     embedded,
                     surrogates,
+                    self.front.states.plan(segment.key, line, context, segment.length),
                 )
             )
         return self.front.begin(rows, batch.hidden[0, : sum(batch.counts)].cpu())
@@ -252,7 +253,9 @@ class ClusterAnswers(Worker):
     def spec(self) -> ExecutorSpec:
         """See `DeviceWorker`."""
         plans = self._front.plans
-        return replace(super().spec, plans=plans, plan_rate=float(plans), trains_apart=True)
+        slots = self._front.settings.load.slots if self.base.is_recurrent else 0
+        found = replace(super().spec, plans=plans, plan_rate=float(plans), trains_apart=True)
+        return replace(found, state_slots=slots)
 
     @property
     def _front(self) -> ClusterFront:
@@ -261,13 +264,14 @@ class ClusterAnswers(Worker):
 
     def begin(self, plans: Sequence[BasePlan]) -> None:
         """Sends rows of the plans that are to run on their way, in their order, up to the first that names a
-        sequence which another one has: it waits for that one's token."""
+        sequence which another one has: it waits for that one's token. So do plans with states that are kept,
+        or begun with."""
         assert isinstance(self.fused, ClusterPass)
         while not self._has_begun and len(self._begun) < len(plans):  # else the oldest runs again first
             plan = plans[len(self._begun)]
             keys = frozenset(segment.key for segment in plan.inference)
             named = keys.union(plan.released)
-            if plan.prefixes or any(not named.isdisjoint(one.keys) for one in self._begun):
+            if plan.prefixes or plan.states or any(not named.isdisjoint(one.keys) for one in self._begun):
                 return
             with torch.no_grad():
                 self._take_up(plan)
@@ -280,6 +284,7 @@ class ClusterAnswers(Worker):
             if key in self.table:
                 answer = self.table[key]
                 self._front.end(key, answer.pages, answer.length - 1)
+        self._front.states.take_up(plan.states)
         super()._begin_rows(plan)
 
     def run(self, plan: BasePlan) -> BaseResult:

@@ -136,7 +136,7 @@ def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> Sc
     scheduler = config.scheduler_settings
     if torch.device(config.device).type != "cpu":
         scheduler = {"rare_delay": RARE_DELAY, **scheduler}
-    if base.mixers and config.speculation is not None:
+    if base.is_recurrent and config.speculation is not None:
         _log.warning(
             "speculative decoding is off: states of recurrent layers cannot go back behind tokens that do "
             "not hold"
@@ -152,7 +152,7 @@ def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> Sc
             state_rows=STATE_ROWS if base.mixers else None,
             row_buckets=base.row_buckets,
             overlap=Overlap(spec.plans, spec.plan_rate, spec.trains_apart),
-            speculation=None if base.mixers else config.speculation,
+            speculation=None if base.is_recurrent else config.speculation,
             **scheduler,
         )
     except TypeError as error:

@@ -147,7 +147,7 @@ class EngineMemory:
     @property
     def recurrent_bases(self) -> frozenset[str]:
         """Ids of the bases with recurrent layers, which have a state for each sequence."""
-        return frozenset(one.base_id for one in self.budget.bases if one._base.mixers)
+        return frozenset(one.base_id for one in self.budget.bases if one._base.is_recurrent)
 
     def audit(self) -> dict[Account, int]:
         """Charges the bytes that the device holds, of all bases; returns bytes by account."""

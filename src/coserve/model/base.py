@@ -56,6 +56,7 @@ class Base:
     """
 
     whole: Frame | None = None
+    recurs_elsewhere = False  # whether layers that other processes have are recurrent
 
     def __init__(
         self,
@@ -107,6 +108,11 @@ class Base:
     def streams(self) -> int:
         """Number of hidden states that layers hand on, side by side."""
         return self.chain.blocks[0].streams
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Tells whether some of its layers have a state for each sequence, here or elsewhere."""
+        return bool(self.mixers) or self.recurs_elsewhere
 
     @property
     def hands_on(self) -> bool:

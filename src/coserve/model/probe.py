@@ -115,7 +115,7 @@ def own_forward(base: Base) -> Own:
         prompts,
         [[torch.cat(outs, 1) for outs in zip(*(p.hidden for p in own), strict=True)] for own in parts],
         [torch.cat([part.logits for part in own]) for own in parts],
-        [[torch.cat(rows) for rows in zip(*(part.choices for part in own), strict=True)] for own in parts],
+        [_choices(own) for own in parts],
         returns,
         *((hidden.shape[at := place_of_streams(hidden)], at) if hidden.ndim == 4 else (1, 0)),
     )
@@ -133,6 +133,15 @@ class _OwnPart:
     def hidden(self) -> list[Tensor]:
         """Hidden states [1, rows, width] behind each layer."""
         return [hidden_of(out) for out in self.outputs]
+
+
+def _choices(parts: Sequence[_OwnPart]) -> list[Tensor]:
+    """The choices of all rows of a prompt; none where an index has chosen keys, of which later rows have
+    more."""
+    calls = [*zip(*(part.choices for part in parts), strict=True)]
+    if any(len({chosen.shape[1:] for chosen in call}) > 1 for call in calls):
+        return []
+    return [torch.cat(call) for call in calls]
 
 
 Run = Callable[[Tensor, Mapping[str, Any]], "_OwnPart"]

@@ -29,8 +29,8 @@ _HANDED_ON: Final = {
     "rwkv": "it mixes each row with the one before ahead of its linears, and hands states on as arguments",
     "zaya": "its routers hand numbers on from layer to layer, beside the hidden state",
     **dict.fromkeys(
-        ("deepseek_v4", "glm5_next", "glm5_next_text", "qwen4_exp", "qwen4_exp_text"),
-        "its layers hand on several hidden states, which hyper-connections mix",
+        ("qwen4_exp", "qwen4_exp_text"),
+        "its layers embed each token with those before it, which are a state of token ids",
     ),
 }
 # Fields of a configuration that say how weights were quantized: transformers', compressed-tensors' old one,
@@ -102,6 +102,8 @@ def refuse_layers(config: Any, model: PreTrainedModel | None = None) -> None:
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds & _SPARSE:
         raise unsupported(name, "its sparse attention chooses keys by an index of its own")
+    if getattr(text, "index_kpool_always_select_tail", True) is False:
+        raise unsupported(name, "its index of keys leaves out the newest rows of a text")
     if getattr(text, "cross_attention_layers", None):
         raise unsupported(name, "some of its layers attend to images instead of text")
     if model is not None and model.get_output_embeddings() is None:

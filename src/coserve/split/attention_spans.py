@@ -154,26 +154,38 @@ class _CutLayer:
         raise UnsupportedModel(f"{self.path} does not call its attention")
 
 
-class _Gate(threading.local):
-    """The forward of an attention module, in whose place something else may be called on one thread."""
+class _Gate:
+    """The forward of an attention module (`own`), in whose place something else may be called on one
+    thread."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
-        self._own = own
-        self._instead: Callable[[Tensor], Any] | None = None
+        self.own = own
+        self._here = threading.local()
 
     @contextmanager
     def replaced(self, instead: Callable[[Tensor], Any]) -> Iterator[None]:
         """Has `instead` called, with the module's input alone."""
-        self._instead = instead
+        self._here.instead = instead
         try:
             yield
         finally:
-            self._instead = None
+            del self._here.instead
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._instead is None:
-            return self._own(*args, **kwargs)
-        return self._instead(args[0] if args else kwargs["hidden_states"])
+        instead: Callable[[Tensor], Any] | None = getattr(self._here, "instead", None)
+        if instead is None:
+            return self.own(*args, **kwargs)
+        return instead(args[0] if args else kwargs["hidden_states"])
+
+
+@contextmanager
+def gates_kept(model: nn.Module) -> Iterator[None]:
+    """Context in which forwards of attention may be replaced: gates stand before the new ones."""
+    gates = {module: own for module in model.modules() if isinstance(own := module.forward, _Gate)}
+    yield
+    for module, gate in gates.items():
+        if module.forward is not gate:
+            gate.own, module.forward = module.forward, gate
 
 
 class _Reached(Exception):

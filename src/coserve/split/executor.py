@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from coserve.adapters.text_part import keep_text
 from coserve.core.contained import contained
 from coserve.errors import ConfigError, RequestError, UnsupportedModel
 from coserve.model.batch import BatchCell
 from coserve.model.contents import ModelContents
+from coserve.model.legacy_attention import with_plain_linears
 from coserve.model.load import load_model, usable_device
 from coserve.model.native import use_native_kernels
 from coserve.model.origin import configuration_digest, linears_digest
@@ -63,6 +65,8 @@ class BaseLinears:
         ranks. Raises ConfigError for a choice of none,
         UnsupportedModel."""
         self.device = device or torch.device("cpu")
+        keep_text(model)
+        with_plain_linears(model)
         self.name = Path(str(model.config.name_or_path)).name  # clients need not know a path
         every = {path: module for path, (_, module) in find_linears(model).items()}
         head = next((p for p, module in every.items() if module is model.get_output_embeddings()), None)

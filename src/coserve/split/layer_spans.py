@@ -21,6 +21,7 @@ from coserve.model.block import Block, Call
 from coserve.model.legacy_attention import set_attention
 from coserve.model.load import adopt
 from coserve.model.positions import positions_of
+from coserve.split.attention_spans import gates_kept
 from coserve.split.messages import SpanShape
 from coserve.split.spans import BaseSpan, digest_beside, is_small, linears_of, passes_trial
 
@@ -91,7 +92,8 @@ class _Decoder:
         name = f"coserve-blocks-{id(self):x}"
         AttentionInterface.register(name, self._attention)
         AttentionMaskInterface.register(name, self._mask)
-        set_attention(model, name)
+        with gates_kept(model):
+            set_attention(model, name)
 
     def leave(self, kept: Sequence[nn.Module]) -> None:
         """Frees the embedding and layers other than these: nothing reads them."""

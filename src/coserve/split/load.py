@@ -74,6 +74,7 @@ def _load(
     if isinstance(model, PreTrainedModel):
         loaded = model
         with refusing(loaded.config.model_type, "cannot be driven"):
+            adopt(loaded)
             linears.take_out(loaded)
     else:
         with refusing(repr(str(model)), "cannot be loaded"):

@@ -285,12 +285,17 @@ def _states(base: Base, config: EngineConfig) -> StateStore | None:
     if not base.mixers:
         return None
     try:
-        slots = -(-config.max_running // 2) if config.prefix_sharing or config.swap_nbytes else 0
-        return StateStore([mixer.shapes for mixer in base.mixers], config.max_running, base.device, slots)
+        shapes, slots = [mixer.shapes for mixer in base.mixers], state_slots(config)
+        return StateStore(shapes, config.max_running, base.device, slots)
     except RuntimeError as error:  # torch is out of memory
         raise ConfigError(
             f"engine.max_running: states of {config.max_running} sequences do not fit into memory"
         ) from error
+
+
+def state_slots(config: EngineConfig) -> int:
+    """Room for states of beginnings that prompts share and of preempted sequences: half of those that run."""
+    return -(-config.max_running // 2) if config.prefix_sharing or config.swap_nbytes else 0
 
 
 def _elsewhere(

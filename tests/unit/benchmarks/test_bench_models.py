@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from coserve.core.request import SamplingParams
 from coserve.errors import ConfigError
 from coserve_benchmarks.models import run, shrunk, sweep
 from coserve_benchmarks.models.hybrid import (
@@ -78,6 +81,47 @@ def test_a_wrong_model_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run.run_models(["llama"])
     assert found["faults"] == 1 and found["exact_share"] == 0.0
     assert "answers are" in found["types"]["llama"]["fault"]
+
+
+class Answering:
+    """Stands for an engine: transformers' own answers to a text, one row of which is wrong by so much of the
+    largest logit."""
+
+    def __init__(self, model: PreTrainedModel, wrong: float) -> None:
+        self._model, self._wrong = model, wrong
+
+    def generate(self, text: list[int], sampling: SamplingParams) -> Any:
+        tokens = list(text)
+        for _ in range(sampling.max_tokens):
+            tokens.append(int(sweep.logits_of(self._model, tokens)[-1].argmax()))
+        logits = sweep.logits_of(self._model, tokens[:-1])
+        top = logits.double().log_softmax(-1).topk(3)
+        top.values[2, 1] += self._wrong * float(logits.abs().max())
+        pairs = [list(zip(*map(Tensor.tolist, row), strict=True)) for row in zip(*top[::-1], strict=True)]
+        scores, begun = [SimpleNamespace(top=own) for own in pairs], len(text) - 1
+        return SimpleNamespace(
+            tokens=tokens[len(text) :], prompt_logprobs=scores[:begun], logprobs=scores[begun:]
+        )
+
+    def run(self) -> None:
+        """Everything is answered."""
+
+
+@pytest.mark.parametrize(
+    ("own", "wrong", "is_fault"), [(5e-5, 4e-5, False), (5e-5, 6e-5, True), (1e-5, 4e-5, True)]
+)
+def test_a_row_may_be_as_far_off_as_transformers_own_float32(
+    own: float, wrong: float, is_fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`own` is how far that is from its float64: no more is allowed, and the tolerance where it is nearer."""
+    apart = iter((own, 0.0))
+    monkeypatch.setattr(sweep, "_apart", lambda *_: next(apart))
+    oracle, outcome = shrunk.build("llama"), sweep.Outcome("llama")
+    engine: Any = Answering(oracle, wrong)
+    outcome.take("quantized", sweep.compare_answers(engine, oracle, [(5, 6, 7, 8, 9)]))
+    sweep._expect(outcome)
+    assert outcome.quantized == pytest.approx(wrong, rel=0.1)
+    assert bool(outcome.fault) is is_fault and ("quantized.exact" in outcome.words) is (own > sweep.ANSWERS)
 
 
 def test_the_page_is_the_generators() -> None:

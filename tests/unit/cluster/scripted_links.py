@@ -1,6 +1,7 @@
 """Workers of a cluster without a model or a network, behind the real fleet and the real front: a block's
-output is a hash of all that its pages hold, so that a page that is lost, stale or another sequence's shows in
-the next token. Which worker goes on next, which reply comes first, and who dies is drawn."""
+output is a hash of all that its pages hold, or its state, so that a page or a state that is lost, stale or
+another sequence's shows in the next token. Which worker goes on next, which reply comes first, and who dies
+is drawn."""
 
 import itertools
 import random
@@ -28,8 +29,11 @@ from coserve.cluster.messages import (
     RowsFailed,
     RowsPassed,
 )
+from coserve.cluster.states import StateName
+from coserve.core.plan import StateMove
+from coserve.errors import WeightsUnreadable
 
-PAGE = 4
+PAGE, LINES, SLOTS = 4, 6, 2
 
 
 def mixed(*parts: object) -> float:
@@ -58,13 +62,15 @@ class ScriptedLink:
         self.is_alive, self.queued, self.memory, self.free = True, dict[int, int](), 1000, 1000
         self.blocks: dict[int, int] = {}  # by instance
         self.pages: dict[tuple[int, int], list[float | None]] = {}  # by instance and page
+        self.states: dict[tuple[int, int], tuple[StateName, list[float]]] = {}  # by instance and place
         self.inbox: deque[tuple[Any, list[Any]]] = deque()
         self.cancelled: set[int] = set()
 
     def load(self, message: LoadBlock) -> BlockLoaded:
         block = message.first
         self.blocks[message.number] = block
-        return BlockLoaded(message.number, f"block {block}", 1, 1, PAGE * 8, 4096, b"")
+        pages, state = self.world.holds(block)
+        return BlockLoaded(message.number, f"block {block}", 1, 1, pages, 4096, b"", state)
 
     def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         if isinstance(message, CancelRows):
@@ -81,6 +87,10 @@ class ScriptedLink:
             return
         if isinstance(message, CopyPages):
             held = [list(self.pages[message.instance, page]) for page in message.pages]
+            if (moved := message.state) is not None:
+                name, values = self.states[message.instance, moved.place]
+                assert name == (moved.key, moved.tokens), "the state of another moment is moved"
+                held = [list(values)]
             self.to(message.target.address, message, (message, held))
         else:
             self.compute(message, given[0])
@@ -90,7 +100,11 @@ class ScriptedLink:
         if there is None or not there.is_alive or self.world.draw.random() < self.world.broken:
             self.passed(message.number, RowsFailed(message.number, "Unreachable", "no way", address), [])
         elif isinstance(message, CopyPages):
-            if message.number not in there.cancelled:
+            if message.number not in there.cancelled and (moved := message.state) is not None:
+                name = moved.key, moved.tokens
+                there.states[message.target.instance, moved.into] = name, what[1][0]
+                self.passed(message.number, RowsPassed(message.number), [])
+            elif message.number not in there.cancelled:
                 for page, values in zip(message.pages, what[1], strict=True):
                     there.pages[message.target.instance, page] = values
                 self.passed(message.number, RowsPassed(message.number), [])
@@ -105,14 +119,32 @@ class ScriptedLink:
         for page in hop.clean:
             self.pages[hop.instance, page] = [None] * PAGE
         given, out = iter(hidden[:, 0].tolist()), list[float]()
-        for segment in message.segments:
-            for position in range(segment.context, segment.context + segment.length):
+        has_pages, has_states = self.world.holds(block)
+        assert len(hop.states) == (len(message.segments) if has_states else 0)
+        for number, segment in enumerate(message.segments):
+            state, end = list[float](), segment.context + segment.length
+            if has_states and segment.context:
+                name, values = self.states[hop.instance, hop.states[number].before]
+                assert name == (hop.states[number].name, segment.context), "it is the state of another moment"
+                state = list(values)
+            for position in range(segment.context, end):
+                if not has_pages:
+                    state.append(next(given))
+                    out.append(mixed(block, state))
+                    continue
                 places = [(hop.instance, segment.pages[n // PAGE], n % PAGE) for n in range(position + 1)]
                 instance, page, offset = places[-1]
                 self.pages[instance, page][offset] = next(given)
                 values = [self.pages[instance, page][offset] for instance, page, offset in places]
                 assert None not in values, "a page is read that has not been filled"
+                state += values[-1:]
+                assert not has_states or state == values, "a state is not that of the pages"
                 out.append(mixed(block, values))
+            if has_states:
+                step = hop.states[number]
+                assert step.after != step.before
+                for place in (step.after, *([step.kept] if step.kept >= 0 else [])):
+                    self.states[hop.instance, place] = (segment.key, end), list(state)
         passed = torch.tensor(out, dtype=torch.float64)[:, None]
         spent = (*message.seconds, 0.001 * len(out))
         if not rest:
@@ -144,6 +176,7 @@ class Told:
     def __init__(self, key: int, prompt: list[float], count: int) -> None:
         self.key, self.tokens, self.end = key, prompt, len(prompt) + count
         self.prompt, self.computed, self.pages = list(prompt), 0, list[int]()
+        self.line, self.slot = -1, -1  # of its states, and of those that it begins with
 
 
 class FrontWorld:
@@ -157,7 +190,10 @@ class FrontWorld:
         self.addresses = addresses = [f"tcp:h{n % 2}:{n + 1}" for n in range(draw.randint(1, 5))]
         self.there = addresses[: draw.randint(1, len(addresses))]  # others come later
         self.count = draw.randint(1, 4)
-        load = LoadBlock(0, "m", "f", 0, self.count, "float64", 64, PAGE, 8)
+        load = LoadBlock(0, "m", "f", 0, self.count, "float64", 64, PAGE, LINES, slots=SLOTS)
+        self.recurs = draw.random() < 0.5
+        self.kept: dict[int, tuple[float, ...]] = {}  # the tokens before states, by slot
+        self.lines, self.moves = [*range(LINES)], list[StateMove]()
         patch.setattr("coserve.cluster.fleet.WorkerLink", self.connected)
         patch.setattr("coserve.cluster.pausing._LOOK", 0.0)
         self.fleet = ClusterFleet(
@@ -175,6 +211,12 @@ class FrontWorld:
         self.done: list[Told] = []
         self.cached: list[Told] = []  # of these, who keeps pages
         self.flights: deque[tuple[Flight, list[tuple[Told, int]]]] = deque()
+
+    def holds(self, block: int) -> tuple[int, int]:
+        """Bytes of a page and of a state in a block: one has no attention, one is of both kinds."""
+        if not self.recurs or block == 1:
+            return PAGE * 8, 0
+        return (0, 64) if block == 2 else (PAGE * 8, 64)
 
     def connected(self, address: str, key: bytes, scheduler: str, passed: Any, lost: Any) -> ScriptedLink:
         self.links[address] = ScriptedLink(self, address, passed, lost)
@@ -234,8 +276,19 @@ class FrontWorld:
                 self.release(self.cached.pop(0))
             if -(-self.waiting[0].end // PAGE) > len(self.free):
                 return
+            if not self.lines:
+                return
             told = self.waiting.pop(0)
-            for other in (*self.running, *self.cached):  # whole pages with the same tokens are shared
+            told.line = self.lines.pop()
+            for slot, tokens in self.kept.items() if self.recurs else ():
+                if len(tokens) > told.computed and tuple(told.prompt[:-1][: len(tokens)]) == tokens:
+                    found = [o for o in (*self.running, *self.cached) if len(o.pages) * PAGE >= len(tokens)]
+                    same = (o for o in found if tuple(o.tokens[: min(len(tokens), o.computed)]) == tokens)
+                    if (other := next(same, None)) is not None:
+                        told.pages, told.computed = other.pages[: len(tokens) // PAGE], len(tokens)
+                        told.slot = slot
+            others = () if self.recurs else (*self.running, *self.cached)
+            for other in others:  # whole pages with the same tokens are shared
                 pairs = zip(told.prompt[:-1], other.tokens[: other.computed], strict=False)
                 whole = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]) // PAGE
                 if whole > len(told.pages):
@@ -247,20 +300,44 @@ class FrontWorld:
 
     def begin(self, chosen: Sequence[Told]) -> None:
         rows, parts, counts = [], [], []
-        for told in chosen:
-            count = self.draw.randint(1, len(told.tokens) - told.computed)
+        lengths = [self.draw.randint(1, len(told.tokens) - told.computed) for told in chosen]
+        self.moves = [StateMove(told.key, told.slot, False) for told in chosen if told.slot >= 0]
+        taken = {told.slot for told in (*self.running, *self.waiting)}
+        free = [slot for slot in range(SLOTS) if slot not in taken]
+        for told, count in zip(chosen, lengths, strict=True):
+            if self.recurs and free and not (told.computed + count) % PAGE:
+                self.moves.append(StateMove(told.key, free.pop(), True))
+        if self.moves:  # such a plan runs alone
+            while self.flights:
+                self.finish()
+        self.front.states.take_up(self.moves)
+        for told, count in zip(chosen, lengths, strict=True):
+            told.slot = -1
 
             def embedded(start: int, number: int, told: Told = told) -> Tensor:
                 return torch.tensor(told.tokens[start : start + number], dtype=torch.float64)[:, None]
 
-            rows.append(SequenceRows(told.key, count, told.computed, told.pages, "", False, embedded))
+            states = self.front.states.plan(told.key, told.line, told.computed, count)
+            rows.append(
+                SequenceRows(told.key, count, told.computed, told.pages, "", False, embedded, states=states)
+            )
             parts.append(embedded(told.computed, count))
             counts.append((told, count))
         self.flights.append((self.front.begin(rows, torch.cat(parts)), counts))
+        if moves := self.moves:
+            self.finish()
+            named = {told.key: told for told, _ in counts}
+            for move in (move for move in moves if move.keeps):
+                self.kept[move.slot] = tuple(named[move.key].tokens[: named[move.key].computed])
 
     def finish(self) -> None:
         flight, rows = self.flights.popleft()
-        out = self.front.finish(flight)[:, 0].tolist()
+        while True:
+            try:
+                out = self.front.finish(flight)[:, 0].tolist()
+                break
+            except WeightsUnreadable:  # workers go away faster than blocks are loaded: the plan runs again
+                flight = self.front.begin(flight.rows, flight.hidden)
         at = 0
         for told, count in rows:
             at, told.computed = at + count, told.computed + count
@@ -270,6 +347,8 @@ class FrontWorld:
                 self.running.remove(told)
                 self.done.append(told)
                 self.cached.append(told)
+                self.lines.append(told.line)
+                self.front.states.end(told.key)
                 assert self.front._paused is not None
                 self.front._paused.end(told.key, told.pages, told.computed, time.monotonic() - 10.0)
 
