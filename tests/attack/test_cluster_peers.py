@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from clusters import KEY, cluster_engine, front_of, hosts
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.cluster.host import BlockHost
-from coserve.cluster.messages import Hop, LoadBlock, PassRows, Ping, Pong, RowSegment
+from coserve.cluster.messages import Hop, LoadBlock, PassRows, Ping, Pong, RowSegment, Settled
 from coserve.cluster.peer import connect
 from coserve.errors import ConfigError, ModelError, Unreachable
 from coserve.split.credentials import CLUSTER_KEY
@@ -57,6 +57,7 @@ def test_who_has_another_key_or_says_what_nobody_says(model: Path, tmp_path: Pat
         peer.send(rows, [torch.zeros(2, 4)])
         failed: Any = peer.receive()
         assert failed[0].text == f"the worker at {worker.address} has no instance 3"
+        assert peer.receive() == (Settled(7), []), "they came"
         peer.send(LoadBlock(1, str(model), "0" * 64, 0, 1, "float32", 4, 8, 4))
         refused: Any = peer.receive()
         assert "are others than the scheduler's, so its blocks are refused" in refused[0].fault[1]

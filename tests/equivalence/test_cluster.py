@@ -17,6 +17,7 @@ from coserve.cluster.front import ClusterFront
 from coserve.cluster.host import BlockHost
 from coserve.cluster.hosted import HostedBlock, SequenceRows
 from coserve.cluster.instance import ArrivedRows, OpenBlock
+from coserve.cluster.records import ClusterLink
 from coserve.engine.completion import Completion
 from models import prompts, save, tiny, with_lora
 from waiting import wait_until
@@ -121,8 +122,10 @@ def test_pages_follow_when_rows_go_elsewhere_in_every_step(
             # As if links were as slow as products, of which a tiny model has few.
             monkeypatch.setattr(ClusterFront, "_recompute_rate", lambda *_: (1e3, False))
             monkeypatch.setattr(
-                "coserve.cluster.front.link_rate",
-                lambda *_: min(one.loaded.page_nbytes / 8 * 1e3 for one in front.fleet.instances()),
+                "coserve.cluster.front.live_link",
+                lambda *_: ClusterLink(
+                    min(one.loaded.page_nbytes / 8 for one in front.fleet.instances()) * 1e3
+                ),
             )
             check_equal(ask(engine, folders), wanted)
             assert front.copied > 100 and front.recomputed > 100

@@ -74,8 +74,22 @@ def test_figures_are_of_the_runs(tmp_path: Path) -> None:
         **figures.growth({3: kinds["adaptive"]}, {3: kinds["models"]}),
         **figures.ablations(kinds, {"locality, 0": kinds["models"]}, speculated(0.5)),
         **figures.adaptation(samples["adaptive"], asks),
+        **figures.similarities({6.0: kinds["adaptive"], 2.0: kinds["models"]}),
     }
-    assert {*series} == {f"blockllm.fig{number}" for number in (16, *range(18, 23), 24, 25, 26)}
+    assert {*series} == {f"blockllm.fig{number}" for number in (16, *range(18, 27))}
+    shares = kinds["adaptive"].stood_in
+    assert 0 < kinds["adaptive"].adapted == sum(share > 0.0 for share in shares) < len(shares)
+    assert sum(shares) * 4 <= 3 * len(shares) and not any(kinds["models"].stood_in)
+    last = samples["adaptive"][-1]
+    assert (
+        last.stand_in_rows
+        <= sum(share * (ask.prompt + ask.answer - 1) * 4 for share, ask in zip(shares, asks, strict=True))
+        + 1e-6
+    )
+    drawn = series["blockllm.fig23"]
+    assert [row[2] for row in drawn] == [(n + 1) / len(drawn) for n in range(len(drawn))]
+    assert {(row[0], row[1]) for row in drawn} == {(6.0, len(drawn) / len(shares))}
+    assert [row[3] for row in drawn] == sorted(map(figures.similarity_of, filter(None, shares)))
     for kind, one in kinds.items():
         own = [row for row in series["blockllm.fig18"] if row[0] == kind]
         assert (own[0][2], own[-1][2]) == (min(one.latencies), max(one.latencies))
@@ -94,7 +108,12 @@ def test_figures_are_of_the_runs(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text(json.dumps({"series": series}))
     redraw(tmp_path / "cluster.json", tmp_path / "cluster.svg")
     drawn = (tmp_path / "cluster.svg").read_text()
-    assert all(f"(figure {number})" in drawn for number in (16, 18, 22, 26))
+    assert all(f"(figure {number})" in drawn for number in (16, 18, 22, 23, 26))
+
+
+def test_similarity_follows_the_share_of_stand_ins() -> None:
+    found = [figures.similarity_of(share) for share in (0.0, 0.0835, 0.348, 0.642, 0.9)]
+    assert found == pytest.approx([1.0, 0.986, 0.923, 0.660, 0.660])
 
 
 @pytest.mark.slow  # a minute of one core

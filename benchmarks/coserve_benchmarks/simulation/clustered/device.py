@@ -49,12 +49,14 @@ class Wire:
 
 @dataclass(slots=True)
 class WaitingRows:
-    """Rows that wait at an instance: whose, how many, since when, and whether their pages are there."""
+    """Rows that wait at an instance: whose, how many, since when, and whether their pages are there; `behind`
+    are the blocks that they have to pass after it."""
 
     key: int
     rows: int
     since: float
     returns: bool
+    behind: int
     group: str = ""  # the application
 
 

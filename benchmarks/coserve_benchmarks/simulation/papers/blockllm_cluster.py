@@ -1,5 +1,5 @@
-"""BlockLLM's cluster (5 and 7, figures 18 to 26) on a virtual clock: the policies of `coserve.cluster` on
-three workers with the measured costs of the 255M shape on two cores.
+"""BlockLLM's cluster (5 and 7, figures 16 and 18 to 26) on a virtual clock: the policies of `coserve.cluster`
+on three workers with the measured costs of the 255M shape on two cores.
 
 Everything here is modelled, and a model of costs says nothing of itself: a figure tells what the policies do
 where passes, links and loads take the seconds that are assumed, beside what the paper measured on 12 A100.
@@ -56,6 +56,7 @@ FULL: Final = 6  # of so many applications one is a full fine-tune, all of whose
 SPANS: Final = 4  # blocks of a chain
 HASHES: Final = 5  # names of blocks that placements are shown for
 RATE: Final = 24.0  # requests a second, of prompts and answers as the zoo's provisions have
+LOADS: Final = (RATE / 2, RATE, 2 * RATE)  # of figure 23
 LONG_RATE: Final = 9.0  # of prompts whose pages weigh
 LONG: Final = (64, 384)
 NETWORK: Final = ClusterLink(125e6, 2e-4)  # 1 Gbit/s between hosts
@@ -292,6 +293,9 @@ def run(quick: bool, say: Say) -> PaperResult:
         say("BlockLLM's cluster: arrivals that rise and fall")
         grown = ({n: kinds[kind, n] for n in GROWING} for kind in ("blocks", "models"))
         series |= blockllm_figures.growth(*grown) | adapting(4 * seconds)
+        say("BlockLLM's cluster: adaptive serving by load")
+        loads = {rate: play(setting("adaptive"), make_asks(rate, seconds)) for rate in LOADS}
+        series |= blockllm_figures.similarities(loads)
     own = costs()
     move = PageMove(_MOVED, own.page_nbytes, _PAGE, NETWORK, _PREFILL)
     met = {way: meeting_seconds(move, way) for way in MovingPages}
