@@ -115,6 +115,21 @@ def test_a_slow_link_is_learned_and_avoided(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(fair.latencies) < max(learned.latencies), "the first request met it"
 
 
+def test_answers_count_what_stood_in() -> None:
+    """Where the line of the chain's own block is long, answers begin with its equivalent, or go there."""
+    blocks = dict(setting().blocks)
+    blocks["x"] = replace(blocks["x"], equivalents=(("y", 0.99),))
+    alone = setting(blocks=blocks, chains={"app": ("x",)}, approximates=True, batch_rows=20)
+    asks = [ClusterAsk(0.1 * n, "app", 20, 3) for n in range(8)]
+    samples = list[ClusterSample]()
+    found = SimulatedCluster(alone).play(asks, samples.append)
+    assert {0.0, 1.0} < {*found.stood_in}
+    assert all((share * 22).is_integer() for share in found.stood_in), "of 22 rows each"
+    assert 22 * min(found.stood_in) <= samples[-1].stand_in_rows <= 22 * sum(found.stood_in)
+    exact = SimulatedCluster(replace(alone, approximates=False)).play(asks)
+    assert exact.adapted == 0 and max(exact.latencies) > max(found.latencies)
+
+
 def test_rows_that_came_together_stay_together() -> None:
     """One device with both blocks: who comes while the first block computes joins at the next token, and does
     not part those who are on their way."""
