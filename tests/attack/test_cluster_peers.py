@@ -177,7 +177,7 @@ def test_a_full_disk_and_a_slow_link(
 
 @pytest.mark.slow
 def test_rows_avoid_a_link_that_becomes_slow(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block is on two of three workers, behind links of 5 ms, of which the one most used falls to 5 kB/s:
+    """Each block is on two of three workers, behind links of 5 ms. The one most used falls to 5 kB/s:
     hardly any rows go there once messages have shown it, and tokens stay equal."""
     wanted = answer(Engine(model, EngineConfig(calibrate=False)))
     workers = [BlockHost("tcp:127.0.0.1:0", KEY.encode(), Path).start() for _ in range(3)]

@@ -320,13 +320,16 @@ def run(quick: bool, say: Say) -> PaperResult:
         **blockllm_figures.provisions(compared, watched, len(workers(3))),
         **blockllm_figures.ablations(by_rule, placed, chains),
     }
+    loads: dict[float, dict[str, ClusterOutcome]] = {}
     if not quick:
         say("BlockLLM's cluster: arrivals that rise and fall")
         grown = ({n: kinds[kind, n] for n in GROWING} for kind in ("blocks", "models"))
         series |= blockllm_figures.growth(*grown) | adapting(4 * seconds)
         say("BlockLLM's cluster: adaptive serving by load")
-        loads = {rate: play(setting("adaptive"), make_asks(rate, seconds)) for rate in LOADS}
-        series |= blockllm_figures.similarities(loads)
+        for rate in LOADS:
+            asks = make_asks(rate, seconds)
+            loads[rate] = {kind: play(setting(kind), asks) for kind in ("blocks", "adaptive")}
+        series |= blockllm_figures.similarities({rate: one["adaptive"] for rate, one in loads.items()})
     own = costs()
     move = PageMove(_MOVED, own.page_nbytes, _PAGE, NETWORK, _PREFILL)
     met = {way: meeting_seconds(move, way) for way in MovingPages}
@@ -354,7 +357,10 @@ def run(quick: bool, say: Say) -> PaperResult:
         tables,
         [*_statements(rules, kinds, placed)],
         dict(_rows(rules, provided, placed, scaled, met, chains)),
-        dict(_bounds(rules, free, provided, offered, scaled, make_asks(BURST, seconds, 3, only=0))),
+        {
+            **dict(_bounds(rules, free, provided, offered, scaled, make_asks(BURST, seconds, 3, only=0))),
+            **dict(_adaptive(loads)),
+        },
         series,
     )
 
@@ -449,6 +455,19 @@ def _bounds(
         most = [most_rate(asks) / other.rate for asks, other in zip(offered, provided[kind], strict=True)]
         yield f"cluster.vs_{name}.best", (fmean(most), told)
     yield "cluster.scaling.best", (most_rate(moved) / scaled["none"].rate, told)
+
+
+def _adaptive(
+    loads: Mapping[float, Mapping[str, ClusterOutcome]],
+) -> Iterator[tuple[str, tuple[float, str]]]:
+    """What adaptive serving does at several requests a second."""
+    for rate, found in loads.items():
+        own, other = found["adaptive"], found["blocks"]
+        name = f"cluster.adaptive.{rate:g}"
+        yield f"{name}.adapted", (own.adapted / len(own.stood_in), "of the answers")
+        told = "over that without it, one seed"
+        yield f"{name}.p95", (_p(own, 0.95) / _p(other, 0.95), f"95th percentile {told}")
+        yield f"{name}.throughput", (own.rate / other.rate, f"throughput {told}")
 
 
 def _rows(
