@@ -49,6 +49,12 @@ def test_messages_of_one_length_show_no_latency_and_a_burst_shows_the_rate() -> 
     timer.came(77, 9.0)
     assert timer.measured is not None and timer.measured.at == 5.0
     assert timer.measured.link.seconds(3000) == pytest.approx(3.0)
+    silent = LinkTimer()
+    for number, nbytes in ((0, 1000), (1, 3000)):
+        silent.sent(number, nbytes, 1.0)
+    silent.came(1, 5.0)
+    assert silent.measured is not None
+    assert silent.measured.link.seconds(1000) == pytest.approx(1.0), "bytes of which nothing was said count"
     timer.sent(10, 1000, 6.0)
     timer.forget()
     timer.came(10, 7.0)
