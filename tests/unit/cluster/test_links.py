@@ -55,6 +55,13 @@ def test_messages_of_one_length_show_no_latency_and_a_burst_shows_the_rate() -> 
     silent.came(1, 5.0)
     assert silent.measured is not None
     assert silent.measured.link.seconds(1000) == pytest.approx(1.0), "bytes of which nothing was said count"
+    behind = LinkTimer()
+    for number in range(20):
+        behind.sent(number, 1000, float(number))  # and two seconds each: a line forms
+    for number in range(20):
+        behind.came(number, 2.0 * (number + 1))
+    assert behind.measured is not None
+    assert behind.measured.link.seconds(1000) == pytest.approx(2.0), "the wait for others is none of the link's"
     timer.sent(10, 1000, 6.0)
     timer.forget()
     timer.came(10, 7.0)
