@@ -61,7 +61,7 @@ def test_messages_of_one_length_show_no_latency_and_a_burst_shows_the_rate() -> 
     for number in range(20):
         behind.came(number, 2.0 * (number + 1))
     assert behind.measured is not None
-    assert behind.measured.link.seconds(1000) == pytest.approx(2.0), "the wait for others is none of the link's"
+    assert behind.measured.link.seconds(1000) == pytest.approx(2.0), "others' bytes are no time of its own"
     timer.sent(10, 1000, 6.0)
     timer.forget()
     timer.came(10, 7.0)
