@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from clusters import KEY, cluster_engine, front_of, hosts
 from coserve import Engine, EngineConfig, SamplingParams
 from coserve.cluster.host import BlockHost
-from coserve.cluster.messages import Hop, LoadBlock, PassRows, Ping, Pong, RowSegment
+from coserve.cluster.hosted import HostedBlock
+from coserve.cluster.messages import Hop, LoadBlock, PassRows, Ping, Pong, RowSegment, Settled
 from coserve.cluster.peer import connect
 from coserve.errors import ConfigError, ModelError, Unreachable
 from coserve.split.credentials import CLUSTER_KEY
@@ -57,6 +59,7 @@ def test_who_has_another_key_or_says_what_nobody_says(model: Path, tmp_path: Pat
         peer.send(rows, [torch.zeros(2, 4)])
         failed: Any = peer.receive()
         assert failed[0].text == f"the worker at {worker.address} has no instance 3"
+        assert peer.receive() == (Settled(7), []), "they came"
         peer.send(LoadBlock(1, str(model), "0" * 64, 0, 1, "float32", 4, 8, 4))
         refused: Any = peer.receive()
         assert "are others than the scheduler's, so its blocks are refused" in refused[0].fault[1]
@@ -156,7 +159,7 @@ def test_a_full_disk_and_a_slow_link(
     worker = BlockHost("tcp:127.0.0.1:0", KEY.encode(), Path).start()
     link = PacedLink(int(worker.address.rpartition(":")[2]), 10e3)
     try:
-        settings: dict[str, Any] = {"cluster_blocks": 1, "cache_tokens": 4096}
+        settings: dict[str, Any] = {"cluster_blocks": 1, "cluster_copies": 2, "cache_tokens": 4096}
         with cluster_engine(model, [full.address, link.address], monkeypatch, **settings) as engine:
             fleet = front_of(engine).fleet
             assert answer(engine, LONG) == wanted
@@ -170,6 +173,44 @@ def test_a_full_disk_and_a_slow_link(
         link.close()
         worker.close()
         full.close()
+
+
+@pytest.mark.slow
+def test_rows_avoid_a_link_that_becomes_slow(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is on two of three workers, behind links of 5 ms. The one most used falls to 5 kB/s:
+    hardly any rows go there once messages have shown it, and tokens stay equal."""
+    wanted = answer(Engine(model, EngineConfig(calibrate=False)))
+    workers = [BlockHost("tcp:127.0.0.1:0", KEY.encode(), Path).start() for _ in range(3)]
+    links = {
+        link.address: link
+        for worker in workers
+        for link in [PacedLink(int(worker.address.rpartition(":")[2]), 1e9, 0.005)]
+    }
+    settings: dict[str, Any] = {"cluster_blocks": 3, "cluster_copies": 2, "prefix_sharing": False}
+    try:
+        with cluster_engine(model, [*links], monkeypatch, **settings) as engine:
+            front = front_of(engine)
+            front.fleet.place()
+            choose, chosen = front.choose, Counter[str]()
+
+            def counted(*given: Any) -> HostedBlock:
+                one = choose(*given)
+                chosen[one.worker.address] += 1
+                return one
+
+            front.choose = counted
+            assert answer(engine) == wanted
+            timers = [one.timer.measured for one in front.fleet._workers.values()]
+            assert all(one is None or one.link.seconds(256) > 0.005 for one in timers) and any(timers)
+            slow, before = chosen.most_common(1)[0]
+            links[slow].set_rate(5e3)
+            assert answer(engine) == wanted
+            chosen.clear()
+            assert answer(engine) == wanted
+            assert chosen[slow] < 0.3 * before and sum(chosen.values()) >= 3 * SAMPLING.max_tokens
+    finally:
+        for one in (*links.values(), *workers):
+            one.close()
 
 
 def test_settings_that_name_no_cluster(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from coserve.cluster.front import ClusterFront
 from coserve.cluster.host import BlockHost
 from coserve.cluster.hosted import HostedBlock, SequenceRows
 from coserve.cluster.instance import ArrivedRows, OpenBlock
+from coserve.cluster.records import ClusterLink
 from coserve.engine.completion import Completion
 from models import prompts, save, tiny, with_lora
 from waiting import wait_until
@@ -121,8 +122,10 @@ def test_pages_follow_when_rows_go_elsewhere_in_every_step(
             # As if links were as slow as products, of which a tiny model has few.
             monkeypatch.setattr(ClusterFront, "_recompute_rate", lambda *_: (1e3, False))
             monkeypatch.setattr(
-                "coserve.cluster.front.link_rate",
-                lambda *_: min(one.loaded.page_nbytes / 8 * 1e3 for one in front.fleet.instances()),
+                "coserve.cluster.front.live_link",
+                lambda *_: ClusterLink(
+                    min(one.loaded.page_nbytes / 8 for one in front.fleet.instances()) * 1e3
+                ),
             )
             check_equal(ask(engine, folders), wanted)
             assert front.copied > 100 and front.recomputed > 100
@@ -183,3 +186,22 @@ def test_a_worker_dies_in_mid_answer(
                 for worker in alive:
                     worker.close()
             assert next(passes) > 31 and front.recomputed > 0
+
+
+def test_an_alternative_answers_where_the_exact_one_would_wait(
+    folders: dict[str, Path], wanted: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adaptive serving is the scheduler's, wherever blocks are: with all places taken, an answer that allows it
+    is the base's, and those that do not allow it wait."""
+    with hosts(tmp_path / "w", 2) as workers:
+        addresses = [worker.address for worker in workers]
+        settings = {"max_running": 2, "approximation_delay": 0.0, **SETTINGS}
+        with cluster_engine(folders["model"], addresses, monkeypatch, **settings) as engine:
+            for name in ("one", "other"):
+                engine.adapters.load(name, folders[name])
+            exact = [engine.generate(QUESTIONS[n], "one", SAMPLING) for n in (0, 1)]
+            adapted = engine.generate(QUESTIONS[2], "one", SAMPLING, alternatives=["other", None])
+            engine.run()
+            count = len(QUESTIONS)
+            assert [one.alternative for one in (*exact, adapted)] == [0, 0, 2]
+            check_equal([*exact, adapted], [*wanted[count : count + 2], wanted[2]])

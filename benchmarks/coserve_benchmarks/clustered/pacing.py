@@ -1,5 +1,7 @@
-"""A link of a certain rate in front of an address: a relay that sends no more bytes a second than that."""
+"""A link of a certain rate and latency in front of an address: a relay that sends no more bytes a second, and
+each of them so much later."""
 
+import queue
 import socket
 import threading
 import time
@@ -13,10 +15,10 @@ _BURST: Final = 0.002  # seconds of sending that are saved up while nothing is s
 
 class PacedLink:
     """Relays connections of `address` to `target`, a port of this machine. All of them together send `rate`
-    bytes a second each way."""
+    bytes a second each way, which come `latency` seconds later."""
 
-    def __init__(self, target: int, rate: float) -> None:
-        self._target = target
+    def __init__(self, target: int, rate: float, latency: float = 0.0) -> None:
+        self._target, self._latency = target, latency
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp:127.0.0.1:{self._listening.getsockname()[1]}"
         self._ways = _Pace(rate), _Pace(rate)
@@ -49,7 +51,8 @@ class PacedLink:
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 ends = ((caller, called), (called, caller))
                 for (source, target), pace in zip(ends, self._ways, strict=True):
-                    threading.Thread(target=_relay, args=(source, target, pace), daemon=True).start()
+                    given = source, target, pace, self._latency
+                    threading.Thread(target=_relay, args=given, daemon=True).start()
 
 
 class _Pace:
@@ -68,12 +71,32 @@ class _Pace:
             time.sleep(left)
 
 
-def _relay(source: socket.socket, target: socket.socket, pace: _Pace) -> None:
+def _relay(source: socket.socket, target: socket.socket, pace: _Pace, latency: float) -> None:
+    coming: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+    if latency:
+        threading.Thread(target=_deliver, args=(coming, target), daemon=True).start()
     with suppress(OSError):
         # Over a slow link bytes trickle: at most 10 ms of them come at once.
         while data := source.recv(min(_PIECE, max(int(pace.rate / 100), _LEAST))):
             pace.wait(len(data))
-            target.sendall(data)
-    for one in (source, target):
+            if latency:
+                coming.put((time.monotonic() + latency, data))
+            else:
+                target.sendall(data)
+    coming.put((time.monotonic() + latency, b""))
+    for one in (source,) if latency else (source, target):
         with suppress(OSError):
             one.shutdown(socket.SHUT_RDWR)
+
+
+def _deliver(coming: "queue.SimpleQueue[tuple[float, bytes]]", target: socket.socket) -> None:
+    """Sends what comes when it is there; nothing more is the end."""
+    with suppress(OSError):
+        while True:
+            at, data = coming.get()
+            time.sleep(max(at - time.monotonic(), 0.0))
+            if not data:
+                break
+            target.sendall(data)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_RDWR)

@@ -58,5 +58,7 @@ def _model(bench: Bench) -> None:
         bench.results.row(
             f"{_MODELLED}{name.removeprefix(_SIMULATED)}", row.value, row.interval, row.note, OF_SEEDS
         )
+    for name, (value, unit) in found.figures.items():
+        bench.results.figure(f"{_MODELLED}{name.removeprefix(_SIMULATED)}", value, unit)
     for name, values in found.series.items():
         bench.results.series(name, values)

@@ -1,4 +1,4 @@
-"""BlockLLM's figures 16, 18 to 22 and 24 to 26, of the series that `coserve bench cluster` and
+"""BlockLLM's figures 16 and 18 to 26, of the series that `coserve bench cluster` and
 `coserve simulate --check` wrote."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ Rows = Sequence[Sequence[Any]]
 
 def draw(results: Mapping[str, Any], path: str | Path) -> None:
     """Draws the figures that the results have, by the file's ending; folders that are missing are made. A
-    quick run has neither figure 16 nor 22."""
+    quick run has none of figures 16, 22 and 23."""
     series = results["series"]
     shown = {name: panel for name, panel in _PANELS.items() if f"blockllm.fig{name}" in series}
     with style():
@@ -83,6 +83,17 @@ def _growth(axes: Any, rows: Rows) -> None:
     axes.legend()
 
 
+def _similarities(axes: Any, rows: Rows) -> None:
+    shades = (MUTED, OUTPUT, BOUND, RULE)
+    for color, (rate, own) in zip(shades, _by_first(rows).items(), strict=False):
+        adapted, shares, found = zip(*own, strict=True)
+        label = f"{rate:g} requests/s, {adapted[0]:.0%} adapted"
+        axes.step(found, [100 * share for share in shares], where="post", color=color, label=label)
+    axes.set(xlabel="cosine of vocabulary distributions, assumed by the share of stand-ins", ylim=(0, 100))
+    axes.set(ylabel="% of the adapted answers", title="adapted answers")
+    axes.legend()
+
+
 def _compared(title: str, columns: Sequence[str]) -> Callable[[Any, Rows], None]:
     """A panel of policies beside the first one, column by column."""
 
@@ -115,8 +126,8 @@ def _placements(axes: Any, rows: Rows) -> None:
     _compared("placement", ("median", "95 %", "tokens/s", "transfers"))(axes, means)
 
 
-def _by_first(rows: Rows) -> dict[str, list[Sequence[float]]]:
-    found: dict[str, list[Sequence[float]]] = {}
+def _by_first(rows: Rows) -> dict[Any, list[Sequence[float]]]:
+    found: dict[Any, list[Sequence[float]]] = {}
     for name, *values in rows:
         found.setdefault(name, []).append(values)
     return found
@@ -129,6 +140,7 @@ _PANELS: Final[Mapping[str, Callable[[Any, Rows], None]]] = {
     "20": _utilization,
     "21": _memory,
     "22": _growth,
+    "23": _similarities,
     "24": _compared("dispatch", ("median", "95 %", "tokens/s", "transfers")),
     "25": _compared("speculation", ("median", "95 %", "tokens/s")),
     "26": _placements,

@@ -17,6 +17,7 @@ Item = TypeVar("Item")
 BATCH_ROWS: Final = 512
 COUNTDOWN: Final = 0.05  # seconds in which a sequence is expected back
 PATIENCE: Final = 0.5  # seconds after which what waits goes before sequences whose pages are here
+STARVED: Final = 2.0  # seconds after which what waits goes before rows that are further on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,15 @@ class QueuedRows(Generic[Item]):
     rows: int
     has_pages: bool
     since: float
+
+
+def precedence(behind: int, since: float, now: float) -> tuple[bool, int, float]:
+    """The sort key of an instance in which rows wait `since` some time, with so many layers or blocks
+    `behind` it: a device that has several takes the rows first that are furthest on their way. So rows that
+    came together stay together, and those that come meanwhile join them at the next token; in turn by age,
+    each straggler would part them, and every part reads the weights of all blocks anew."""
+    is_starved = now - since >= STARVED
+    return not is_starved, 0 if is_starved else behind, since
 
 
 class AgentQueue(Generic[Item]):

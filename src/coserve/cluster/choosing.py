@@ -1,5 +1,6 @@
 """The scheduler's choice of an instance for a sequence's rows, from its live record of the cluster."""
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Final, Protocol
@@ -15,6 +16,7 @@ from coserve.cluster.records import (
     ClusterWorker,
     ComputeProfile,
 )
+from coserve.cluster.remote import WorkerLink
 from coserve.core.ranges import MOST_COUNT
 from coserve.split.address import Address
 
@@ -39,11 +41,11 @@ class ChooseInstance(Protocol):
 
 
 class LiveDispatch:
-    """The estimate of `cluster/dispatch.py` with what this scheduler has measured: seconds of passes, and the
-    `rates` of links."""
+    """The estimate of `cluster/dispatch.py` with what this scheduler knows: seconds of passes, and links as
+    messages over them have shown. A row has `row_nbytes` between two blocks."""
 
-    def __init__(self, rates: Mapping[tuple[str, str], float]) -> None:
-        self._rates = rates
+    def __init__(self, row_nbytes: int) -> None:
+        self._row_nbytes = row_nbytes
 
     def __call__(
         self,
@@ -61,12 +63,17 @@ class LiveDispatch:
             for name, one in named.items()
             if rows.context
         }
-        links = live_links({*named, *(() if before is None else (before.worker.address,))}, self._rates)
+        now, workers = time.monotonic(), {name: one.worker for name, one in named.items()}
+        links = {(SCHEDULER, name): live_link(None, one, now) for name, one in workers.items()}
+        if before is not None:
+            workers[before.worker.address] = before.worker
+        profile = measured_profile(candidates)
+        block = ClusterBlock(_CONTENT, 0, token_nbytes, self._row_nbytes, profile)
         view = ClusterView(
             {name: live_worker(name, one) for name, one in named.items()},
-            {_CONTENT: ClusterBlock(_CONTENT, 0, token_nbytes, 1, measured_profile(candidates))},
+            {_CONTENT: block},
             tuple(_instance(name, one, planned) for name, one in named.items()),
-            links | {(SCHEDULER, name): ClusterLink(_REMOTE) for name in named},
+            links | live_links(workers.values(), now),
         )
         request = ChainRequest(rows.key, rows.context, rows.length, {_CONTENT: held})
         sender = SCHEDULER if before is None else before.worker.address
@@ -74,18 +81,22 @@ class LiveDispatch:
         return candidates[0] if found is None else named[found.worker]
 
 
-def live_links(
-    workers: Iterable[str], rates: Mapping[tuple[str, str], float]
-) -> dict[tuple[str, str], ClusterLink]:
-    """Links between workers at some addresses, in both directions."""
+def live_links(workers: Iterable[WorkerLink], now: float) -> dict[tuple[str, str], ClusterLink]:
+    """Links between some workers, in both directions."""
     pairs = permutations(workers, 2)
-    return {(one, other): ClusterLink(link_rate(one, other, rates)) for one, other in pairs}
+    return {(one.address, other.address): live_link(one, other, now) for one, other in pairs}
 
 
-def link_rate(sender: str, receiver: str, rates: Mapping[tuple[str, str], float]) -> float:
-    """Bytes a second between the workers at two addresses, as measured, or guessed from where they are."""
-    hosts = {Address.parse(address).host for address in (sender, receiver)}
-    return max(rates.get((sender, receiver), _LOCAL if len(hosts) == 1 else _REMOTE), 1.0)
+def live_link(sender: WorkerLink | None, receiver: WorkerLink, now: float) -> ClusterLink:
+    """The link from a worker, or from this scheduler, to a worker: as measured, or guessed from where they
+    are."""
+    if sender is None:
+        known, is_local = receiver.timer.measured, False
+    else:
+        known = sender.links.get(receiver.address)
+        is_local = Address.parse(sender.address).host == Address.parse(receiver.address).host
+    guess = ClusterLink(_LOCAL if is_local else _REMOTE)
+    return guess if known is None else known.faded(guess, now)
 
 
 def held_tokens(one: HostedBlock, pages: Sequence[int], tokens: int, page_size: int) -> int:

@@ -48,8 +48,9 @@ WAYS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """`page` are tokens of a page. An owner's queue is *alike* where it is at most `alike` times the seconds
-    of the request's own pass longer than the shortest."""
+    """`page` are tokens of a page. An owner's queue is *alike* where it takes, with the way of the request's
+    rows, at most `alike` times the seconds of their pass longer than the shortest: an owner behind a slow
+    link is none."""
 
     page: int = 16
     rule: DispatchRule = DispatchRule.OWNER_FIRST
@@ -84,6 +85,11 @@ class DispatchEstimate:
         """Seconds until the request has passed the block."""
         return self.queue + self.compute + self.transfer + self.load
 
+    @property
+    def wait(self) -> float:
+        """Seconds until the request's rows are computed if its pages are there: the queue, and their way."""
+        return self.queue + self.transfer - (0.0 if self.plan is None else self.plan.seconds)
+
 
 class Dispatch:
     """Chooses instances. A request's pages of one block are of no use to another, equivalent or not: there
@@ -111,7 +117,7 @@ class Dispatch:
         owners = [one for one in found if one.holds_pages and one.content == content]
         if self.settings.rule is DispatchRule.OWNER_FIRST and owners:
             owner = min(owners, key=order)
-            if owner.queue <= min(one.queue for one in found) + self.settings.alike * owner.compute:
+            if owner.wait <= min(one.wait for one in found) + self.settings.alike * owner.compute:
                 return owner
         return best
 

@@ -66,7 +66,6 @@ class ClusterFleet:
     def __init__(self, settings: BlockSettings, addresses: Callable[[], Collection[str]], key: bytes) -> None:
         self.settings, self.id = settings, uuid.uuid4().hex
         self.contents: dict[int, str] = {}  # of each block, as its first instance told
-        self.rates: dict[tuple[str, str], float] = {}  # bytes a second of links, as pages have shown
         self._traffic = DependenceCounter()
         self._computed: dict[str, float] = {}  # seconds of each block since the last look
         self._looked = time.monotonic()
@@ -252,7 +251,7 @@ class ClusterFleet:
             with self._lock:
                 workers = {a: one for a, one in self._workers.items() if a not in self._refused}
             there = self.instances()
-            for change in due_changes(self.settings, there, workers, self.rates, time.monotonic()):
+            for change in due_changes(self.settings, there, workers, time.monotonic()):
                 block, worker = int(change.content), workers[change.worker]
                 if isinstance(change, DropInstance):
                     _log.info("block %d leaves the worker at %s: it had no work", block, worker.address)

@@ -26,9 +26,10 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from coserve.cluster.choosing import ChooseInstance, LiveDispatch, link_rate, measured_profile
+from coserve.cluster.choosing import ChooseInstance, LiveDispatch, live_link, measured_profile
 from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.hosted import HostedBlock, Outcome, Outcomes, SequenceRows
+from coserve.cluster.links import MeasuredLink
 from coserve.cluster.meeting import Meeting, MovingPages, PageMove
 from coserve.cluster.messages import CopyPages, Hop, MovedState, PassRows, RowSegment, RowsPassed, StateStep
 from coserve.cluster.pausing import PausedSequence, PausedSequences
@@ -89,8 +90,7 @@ class ClusterFront:
     ) -> None:
         """With `resumes`, sequences that have ended may be resumed, and their pages move ahead of that."""
         self.fleet, self.moving, self.settings = fleet, moving, fleet.settings
-        self.rates = fleet.rates
-        self.choose: ChooseInstance = LiveDispatch(self.rates) if choose is None else choose
+        self.choose: ChooseInstance = LiveDispatch(self.settings.row_nbytes) if choose is None else choose
         self.copied = self.recomputed = 0  # tokens of pages that were brought, over all blocks
         self.right = self.wrong = 0  # predictions of surrogates
         self.moved = 0  # times that pages have moved before somebody needed them
@@ -422,7 +422,7 @@ class ClusterFront:
     def _move_ahead(self, paused: PausedSequences) -> None:
         """Begins the moves of pages that are due, each beside the flights."""
         self._moves = [move for move in self._moves if not move.is_done]
-        for one, target in paused.due(self.fleet.instances(), self.rates, time.monotonic()):
+        for one, target in paused.due(self.fleet.instances(), time.monotonic()):
             move = Flight((), torch.empty(0, 0), torch.empty(0, 0), [], frozenset(one.pages), tasks=1)
             self._moves.append(move)
             self._go_on(move, self._copy_ahead(one, target), None)
@@ -464,14 +464,13 @@ class ClusterFront:
         first = lacking[0] * size
         source = self._source(rows, one, lacking)
         nbytes = one.loaded.page_nbytes / size
+        link = None if source is None else live_link(source.worker, one.worker, time.monotonic())
         rate, is_known = self._recompute_rate(one)
         move = PageMove(
             tokens=rows.context - first,
             token_nbytes=max(int(nbytes), 1),
             page=size,
-            link=None
-            if source is None
-            else ClusterLink(link_rate(source.worker.address, one.worker.address, self.rates)),
+            link=link,
             recompute_rate=rate,
         )
         moving = MovingPages.RECOMPUTE if source is None else moving or self.moving
@@ -502,8 +501,9 @@ class ClusterFront:
                 meeting.recomputed(seconds)
         recomputed, copied = meeting.done
         self.recomputed, self.copied = self.recomputed + len(recomputed), self.copied + len(copied)
-        if source is not None and copied and nbytes:
-            self.rates[source.worker.address, one.worker.address] = meeting.copy_rate * nbytes
+        if source is not None and link is not None and copied and nbytes:
+            shown = ClusterLink(max(meeting.copy_rate * nbytes, 1.0), link.latency)
+            source.worker.links[one.worker.address] = MeasuredLink(shown, time.monotonic())
 
     def _recompute_rate(self, one: HostedBlock) -> tuple[float, bool]:
         """Tokens a second that an instance computes again, and whether passes of many rows have shown that:
@@ -513,13 +513,17 @@ class ClusterFront:
         return shown or max(each.rate for each in known) or _RECOMPUTED, shown > 0.0
 
     def _source(self, rows: SequenceRows, one: HostedBlock, lacking: Sequence[int]) -> HostedBlock | None:
-        """Another instance of the block that has all that this one lacks."""
-        for other in self.fleet.instances(one.block):
-            if other is one or self.fleet.is_avoided(other, one):
-                continue
-            if set(lacking).isdisjoint(other.lacking(rows.pages, rows.context, self.settings.page_size)):
-                return other
-        return None
+        """Another instance of the block that has all that this one lacks, of several the one with the fastest
+        link."""
+        size, now = self.settings.page_size, time.monotonic()
+        found = [
+            other
+            for other in self.fleet.instances(one.block)
+            if other is not one
+            and not self.fleet.is_avoided(other, one)
+            and set(lacking).isdisjoint(other.lacking(rows.pages, rows.context, size))
+        ]
+        return max(found, key=lambda other: live_link(other.worker, one.worker, now).rate, default=None)
 
     def _pages_of(self, rows: SequenceRows, first: int, tokens: range) -> tuple[int, ...]:
         size = self.settings.page_size

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from coserve.cluster.choosing import link_rate, measured_profile
+from coserve.cluster.choosing import live_links, measured_profile
 from coserve.cluster.hosted import BlockSettings, HostedBlock
 from coserve.cluster.placement import PlacementSettings, PlacementTask, moves_between, place_by_locality
-from coserve.cluster.records import BlockInstance, ClusterBlock, ClusterLink, ClusterView, ClusterWorker
+from coserve.cluster.records import BlockInstance, ClusterBlock, ClusterView, ClusterWorker
 from coserve.cluster.remote import WorkerLink
 from coserve.cluster.scaling import AddInstance, DropInstance, ScalingSettings, scale
 from coserve.split.address import Address
@@ -20,20 +20,17 @@ def due_changes(
     settings: BlockSettings,
     instances: Sequence[HostedBlock],
     workers: Mapping[str, WorkerLink],
-    rates: Mapping[tuple[str, str], float],
     now: float,
 ) -> list[AddInstance | DropInstance]:
     """The instances to be added and taken away, whose contents are the numbers of blocks. None goes of a
-    block that has no more instances than it is to have. `rates` are those of links, as measured."""
+    block that has no more instances than it is to have."""
     by_block = {block: [one for one in instances if one.block == block] for block in range(settings.blocks)}
     view = ClusterView(
         {address: _worker(address, worker) for address, worker in workers.items()},
         {str(block): _block(own) for block, own in by_block.items() if own},
         tuple(_instance(settings, one) for one in instances),
-        {
-            (a, b): ClusterLink(link_rate(a, b, rates)) for a in workers for b in workers if a != b
-        },
-    )  # fmt: skip
+        live_links(workers.values(), now),
+    )
     found = scale(view, {}, now, ScalingSettings(full=1.0, idle=settings.idle, reserve=_RESERVE))
     return [
         change

@@ -23,11 +23,12 @@ import torch
 from msgspec import DecodeError, structs
 from torch import Tensor
 
-from coserve.cluster.agent import BATCH_ROWS, COUNTDOWN, AgentQueue
+from coserve.cluster.agent import BATCH_ROWS, COUNTDOWN, AgentQueue, precedence
 from coserve.cluster.ahead import Speculator
 from coserve.cluster.blocks import BlockParameters, decode_sites, encode_sites, files_digest, load_block
 from coserve.cluster.instance import ArrivedRows, OpenBlock, check_rows
 from coserve.cluster.messages import (
+    MOST_LINKS,
     BlockLoaded,
     CancelRows,
     CloseBlock,
@@ -63,6 +64,7 @@ from coserve.split.address import Address, shut
 
 _log = logging.getLogger(__name__)
 _BEAT: Final = 1.0  # seconds between signs of life
+_TOLD: Final = 3  # of these, in which a link that was used is told
 _TRAINING: Final = 256  # windows of a scheduler that may wait at a worker
 _CANCELLED: Final = 4096  # numbers that are remembered of each scheduler
 Place = tuple[str, int]  # a scheduler's id and its instance's number
@@ -77,6 +79,11 @@ class _Instance:
     block: OpenBlock
     queue: AgentQueue[ArrivedRows]
     most: int = 0  # rows that have waited at once since its scheduler was told
+
+
+def _order(now: float, one: _Instance) -> tuple[bool, int, float]:
+    behind = one.block.base.depth - one.block.span.stop
+    return precedence(behind, one.queue.oldest or now, now)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +238,7 @@ class BlockHost:
         match message:
             case PassRows():
                 self._queue_rows(message, tensors)
-                if not scheduler:
+                if not scheduler or not peer.is_sending:  # else it would wait behind results
                     peer.send(Settled(message.number))
                 return
             case PutPages():
@@ -250,7 +257,7 @@ class BlockHost:
                 with self._lock:
                     if (own := self._schedulers.get(scheduler)) is not None:
                         own.has_asked = True
-                peer.send(Pong(self._queued(scheduler), room.total, room.free))
+                peer.send(Pong(self._queued(scheduler), room.total, room.free, self._links()))
             case LoadBlock():
                 self._settle(peer, message.number, "", partial(self._load, peer, scheduler, message))
             case TellSites():
@@ -283,6 +290,14 @@ class BlockHost:
             for number, one in own.items():
                 one.most = self._rows_of(one, scheduler, number)
         return found
+
+    def _links(self) -> dict[str, tuple[float, float]]:
+        """The links to other workers that messages have shown since a few signs of life ago."""
+        with self._lock:
+            shown = {address: outbox.timer.measured for address, outbox in self._outboxes.items()}
+        since = time.monotonic() - _TOLD * _BEAT
+        recent = {address: one.link for address, one in shown.items() if one is not None and one.at > since}
+        return {address: (one.rate, one.latency) for address, one in [*recent.items()][:MOST_LINKS]}
 
     def _rows_of(self, one: _Instance, scheduler: str, number: int) -> int:
         """Rows that wait at an instance, of answers and of training; the lock is held."""
@@ -464,8 +479,8 @@ class BlockHost:
             return own is None or number in own.cancelled
 
     def _compute(self) -> None:
-        """The computing thread: what was asked for beside rows first, then the instance whose rows have
-        waited for longest, then a layer of training."""
+        """The computing thread: what was asked for beside rows first, then an instance with rows by their
+        precedence, then a layer of training."""
         while True:
             batch, training = list[ArrivedRows](), None
             with self._lock:
@@ -477,7 +492,7 @@ class BlockHost:
                     return
                 task = self._tasks.popleft() if self._tasks else None
                 if task is None and waiting:
-                    chosen = min(waiting, key=lambda one: one.queue.oldest or 0.0)
+                    chosen = min(waiting, key=partial(_order, time.monotonic()))
                     batch = chosen.queue.take(time.monotonic())
                 elif task is None:
                     training = self._training[0]

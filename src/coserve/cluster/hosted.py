@@ -98,7 +98,7 @@ class BlockSettings:
     """The cut of a base into blocks. `load` asks for an instance with all layers: of the model, and of the
     keys and values beside it. A block has `copies` instances, and a further one where more than `queue` rows
     wait at one (0: never), until that has had no work for `idle` seconds. `speculated` is the share of the
-    instances beside which surrogates may predict."""
+    instances beside which surrogates may predict, and `row_nbytes` are those of a row between two blocks."""
 
     load: LoadBlock
     blocks: int
@@ -106,6 +106,7 @@ class BlockSettings:
     queue: int = 0
     idle: float = 0.0
     speculated: float = 0.0
+    row_nbytes: int = 1
 
     @property
     def page_size(self) -> int:

@@ -13,6 +13,7 @@ from coserve.errors import CoserveError, error_named
 
 MOST_BYTES: Final = 1 << 31  # of the tensors behind one message
 MOST_MESSAGE: Final = 1 << 30  # of a message without them: an adapter is the longest
+MOST_LINKS: Final = 1024  # of a worker to others
 _MOST_TENSORS: Final = 16
 
 Number = Annotated[int, msgspec.Meta(ge=0)]
@@ -292,12 +293,14 @@ class LifeSign(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life, with the most rows that have waited at each instance since the last one, and the bytes
-    of the device's memory: all, and those that are free."""
+    """A sign of life, with the most rows that have waited at each instance since the last one, the bytes of
+    the device's memory, all and those that are free, and the links to other workers that have been used
+    lately: bytes a second and seconds of latency, by address."""
 
     queued: dict[int, int]
     memory: Number
     free: Number
+    links: Annotated[dict[Text, tuple[float, float]], msgspec.Meta(max_length=MOST_LINKS)] = {}
 
 
 Message = (

@@ -52,7 +52,7 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
     )
     settings = BlockSettings(
         load, blocks, config.cluster_copies, config.cluster_queue, config.cluster_idle,
-        config.cluster_speculation,
+        config.cluster_speculation, base.hidden_size * base.dtype.itemsize,
     )  # fmt: skip
     fleet = ClusterFleet(settings, addresses, key)
     try:

@@ -3,11 +3,13 @@ else."""
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from coserve.cluster.links import LinkTimer
 from coserve.cluster.messages import PassRows, PutPages, RowsVerified, Settled
 from coserve.cluster.peer import Peer, connect, hang_up
 from coserve.errors import CoserveError, Unreachable
@@ -29,6 +31,7 @@ class Outbox:
 
     def __init__(self, address: str, key: bytes, failed: Failed) -> None:
         self.address, self._key, self._failed = address, key, failed
+        self.timer = LinkTimer()
         self._queue: queue.SimpleQueue[_Leaving | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the connection, and of what it has not delivered
         self._peer: Peer | None = None
@@ -61,6 +64,8 @@ class Outbox:
                 continue
             with self._lock:
                 self._under_way.append(leaving)
+            nbytes = sum(one.nbytes for one in leaving.tensors)
+            self.timer.sent(leaving.message.number, nbytes, time.monotonic())
             try:
                 peer.send(leaving.message, leaving.tensors)
             except OSError:
@@ -72,6 +77,7 @@ class Outbox:
         try:
             while (found := peer.receive()) is not None:
                 if isinstance(found[0], Settled):
+                    self.timer.came(found[0].number, time.monotonic())
                     with self._lock:
                         self._came(found[0].number)
         except OSError as error:
@@ -79,6 +85,7 @@ class Outbox:
         with self._lock:
             self._peer = None
             lost, self._under_way = self._under_way, []
+        self.timer.forget()
         hang_up(peer)
         for leaving in lost:
             self._failed(leaving.message, self.address, self._told(ended))

@@ -46,9 +46,7 @@ class PausedSequences:
             gone = set(pages)
             self._paused = {key: one for key, one in self._paused.items() if gone.isdisjoint(one.pages)}
 
-    def due(
-        self, instances: Sequence[HostedBlock], rates: Mapping[tuple[str, str], float], now: float
-    ) -> list[tuple[PausedSequence, HostedBlock]]:
+    def due(self, instances: Sequence[HostedBlock], now: float) -> list[tuple[PausedSequence, HostedBlock]]:
         """Sequences whose pages of a block go to an instance now, if it is time to look. Pages are copied:
         computing them anew would take the time of rows that are there."""
         if not self._paused or now - self._looked < _LOOK:
@@ -74,7 +72,7 @@ class PausedSequences:
                 for content, own in by_block.items()
             },
             tuple(_instance(one) for one in instances),
-            live_links(workers, rates),
+            live_links((one.worker for one in workers.values()), now),
         )
         readers: dict[int, int] = {}
         for paused in self._paused.values():

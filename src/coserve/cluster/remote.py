@@ -3,19 +3,21 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from coserve.cluster.links import LinkTimer, MeasuredLink
 from coserve.cluster.messages import (
     BlockLoaded,
     FrozenRead,
     LifeSign,
     LoadBlock,
     Message,
+    PassRows,
     Ping,
     Pong,
     ReadFrozen,
@@ -26,7 +28,8 @@ from coserve.cluster.messages import (
     raise_fault,
 )
 from coserve.cluster.peer import UNHEARD, Peer, connect, hang_up
-from coserve.errors import CoserveError, Unreachable, error_named
+from coserve.cluster.records import ClusterLink
+from coserve.errors import ConfigError, CoserveError, Unreachable, error_named
 
 _log = logging.getLogger(__name__)
 _SLOW: Final = 2.0  # seconds until an answer after which a link is said to be slow
@@ -51,6 +54,8 @@ class WorkerLink:
         self.address, self.is_alive = address, True
         self.queued: dict[int, int] = {}  # most rows that have waited at each instance, as last told
         self.memory = self.free = 0  # bytes of its device
+        self.timer = LinkTimer()  # of rows to it
+        self.links: dict[str, MeasuredLink] = {}  # to other workers, as last told
         self._passed, self._lost = passed, lost
         self._peer: Peer = connect(address, key, scheduler)
         self._pinged = self._answered = 0.0
@@ -62,6 +67,8 @@ class WorkerLink:
 
     def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Sends a message. Raises Unreachable, and the worker is lost then."""
+        if isinstance(message, PassRows):
+            self.timer.sent(message.number, sum(one.nbytes for one in tensors), time.monotonic())
         try:
             self._peer.send(message, tensors)
         except OSError as error:
@@ -131,12 +138,14 @@ class WorkerLink:
         match message:
             case Pong():
                 self.queued, self.memory, self.free = message.queued, message.memory, message.free
+                self._note_links(message.links)
                 self._answer_came()
             case LifeSign():
                 pass  # it was heard
             case BlockLoaded():
                 self._loaded[message.number] = message
             case Settled():
+                self.timer.came(message.number, time.monotonic())
                 self._settle((message.number, message.what), message.fault, lambda: None)
             case FrozenRead():
                 key = message.number, message.path, "read"
@@ -145,6 +154,14 @@ class WorkerLink:
                 self._passed(message.number, message, tensors)
             case _:
                 raise ConnectionError(f"{type(message).__name__} comes from no worker")
+
+    def _note_links(self, told: Mapping[str, tuple[float, float]]) -> None:
+        now = time.monotonic()
+        try:
+            found = {address: MeasuredLink(ClusterLink(*link), now) for address, link in told.items()}
+        except ConfigError as error:
+            raise ConnectionError(f"a link that is none: {error}") from error
+        self.links.update(found)
 
     def _answer_came(self) -> None:
         """Notes that a question was answered, and says once that the link is slow."""

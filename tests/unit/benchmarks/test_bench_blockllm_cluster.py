@@ -11,17 +11,19 @@ import pytest
 from coserve.cluster.meeting import MovingPages, PageMove, plan_move
 from coserve.cluster.records import ClusterLink
 from coserve_benchmarks.redraw import redraw
-from coserve_benchmarks.simulation.clustered.setting import ClusterSample
+from coserve_benchmarks.simulation.clustered.setting import ClusterAsk, ClusterSample
 from coserve_benchmarks.simulation.papers import blockllm_cluster
 from coserve_benchmarks.simulation.papers import blockllm_figures as figures
 from coserve_benchmarks.simulation.papers.blockllm_cluster import (
     costs,
     make_asks,
     meeting_seconds,
+    most_rate,
     placements,
     play,
     setting,
     speculated,
+    unlinked,
 )
 from coserve_benchmarks.simulation.run import BARS
 
@@ -68,14 +70,21 @@ def test_figures_are_of_the_runs(tmp_path: Path) -> None:
     for kind in ("adaptive", "models"):
         seen: list[ClusterSample] = samples.setdefault(kind, [])
         kinds[kind] = play(replace(setting(kind), look=0.1), asks, seen.append)
+    adapted = replace(kinds["adaptive"], stood_in=(0.3, 0.0, 0.0, 0.75, 0.1, 0.0))
     series = {
         **figures.distributions(kinds),
         **figures.provisions(kinds, samples, 3),
         **figures.growth({3: kinds["adaptive"]}, {3: kinds["models"]}),
         **figures.ablations(kinds, {"locality, 0": kinds["models"]}, speculated(0.5)),
         **figures.adaptation(samples["adaptive"], asks),
+        **figures.similarities({6.0: adapted, 2.0: kinds["models"]}),
     }
-    assert {*series} == {f"blockllm.fig{number}" for number in (16, *range(18, 23), 24, 25, 26)}
+    assert {*series} == {f"blockllm.fig{number}" for number in (16, *range(18, 27))}
+    shares = adapted.stood_in
+    drawn = series["blockllm.fig23"]
+    assert [row[2] for row in drawn] == [(n + 1) / len(drawn) for n in range(len(drawn))]
+    assert {(row[0], row[1]) for row in drawn} == {(6.0, len(drawn) / len(shares))}
+    assert [row[3] for row in drawn] == sorted(map(figures.similarity_of, filter(None, shares)))
     for kind, one in kinds.items():
         own = [row for row in series["blockllm.fig18"] if row[0] == kind]
         assert (own[0][2], own[-1][2]) == (min(one.latencies), max(one.latencies))
@@ -94,7 +103,25 @@ def test_figures_are_of_the_runs(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text(json.dumps({"series": series}))
     redraw(tmp_path / "cluster.json", tmp_path / "cluster.svg")
     drawn = (tmp_path / "cluster.svg").read_text()
-    assert all(f"(figure {number})" in drawn for number in (16, 18, 22, 26))
+    assert all(f"(figure {number})" in drawn for number in (16, 18, 22, 23, 26))
+
+
+def test_no_policy_exceeds_the_most_that_a_load_allows() -> None:
+    alone = [ClusterAsk(2.0, "application-0", 50, 8)]
+    block = costs().block("all", 0, 1).profile
+    seconds = block.seconds(50) + 7 * block.seconds(1)
+    assert most_rate(alone) == pytest.approx(8 / seconds)
+    many = alone * 900
+    rows = 900 * 57 * (block.seconds(2) - block.seconds(1))
+    assert most_rate(many) == pytest.approx(900 * 8 / (rows / 3)) == pytest.approx(3 * most_rate(many, 1))
+    asks = make_asks(40.0, 0.2)
+    found = play(unlinked(setting("blocks")), asks)
+    assert 0.5 * most_rate(asks) < found.rate <= most_rate(asks) and not found.between_nbytes
+
+
+def test_similarity_follows_the_share_of_stand_ins() -> None:
+    found = [figures.similarity_of(share) for share in (0.0, 0.0835, 0.348, 0.642, 0.9)]
+    assert found == pytest.approx([1.0, 0.986, 0.923, 0.660, 0.660])
 
 
 @pytest.mark.slow  # a minute of one core

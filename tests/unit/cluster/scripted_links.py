@@ -18,6 +18,7 @@ from torch import Tensor
 from coserve.cluster.fleet import ClusterFleet
 from coserve.cluster.front import ClusterFront, Flight
 from coserve.cluster.hosted import BlockSettings, HostedBlock, Outcome, SequenceRows
+from coserve.cluster.links import LinkTimer, MeasuredLink
 from coserve.cluster.messages import (
     BlockLoaded,
     CancelRows,
@@ -60,6 +61,7 @@ class ScriptedLink:
     ) -> None:
         self.world, self.address, self.passed, self.lost = world, address, passed, lost
         self.is_alive, self.queued, self.memory, self.free = True, dict[int, int](), 1000, 1000
+        self.links, self.timer = dict[str, MeasuredLink](), LinkTimer()
         self.blocks: dict[int, int] = {}  # by instance
         self.pages: dict[tuple[int, int], list[float | None]] = {}  # by instance and page
         self.states: dict[tuple[int, int], tuple[StateName, list[float]]] = {}  # by instance and place

@@ -2,7 +2,7 @@
 
 import random
 
-from coserve.cluster.agent import AgentQueue
+from coserve.cluster.agent import AgentQueue, precedence
 
 
 def queue_of(*rows: tuple[str, set[int], int, bool, float], most: int = 8) -> AgentQueue[str]:
@@ -73,3 +73,13 @@ def test_rows_of_a_sequence_pass_one_after_the_other() -> None:
     assert (kept.rows, kept.oldest, kept.take(0.0)) == (1, 0.0, ["b"])
     order = queue_of(("first", {1}, 4, False, 0.0), ("second", {1}, 1, True, 0.1))
     assert (order.take(0.2), order.take(0.2)) == (["first"], ["second"])
+
+
+def test_rows_that_are_furthest_go_first_unless_others_starve() -> None:
+    def first(*waiting: tuple[int, float]) -> int:
+        keys = [precedence(behind, since, 10.0) for behind, since in waiting]
+        return keys.index(min(keys))
+
+    assert first((2, 9.0), (0, 9.5), (1, 8.5)) == 1, "the fewest blocks are behind it"
+    assert first((1, 9.5), (1, 9.0)) == 1, "of two as far the one that waits longer"
+    assert first((0, 9.0), (3, 8.0), (2, 7.0)) == 2, "two seconds are too long, and the oldest first"

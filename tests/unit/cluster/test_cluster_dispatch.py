@@ -99,15 +99,21 @@ def test_pages_are_met_copied_or_recomputed() -> None:
 
 
 def test_the_owner_comes_first_where_queues_are_alike() -> None:
-    dispatch, request = Dispatch(), ChainRequest(1, 16, 1, {"x": {"b": 16}})
+    dispatch, request = Dispatch(), ChainRequest(1, 16, 10, {"x": {"b": 16}})
 
     def chosen(*queue: int) -> str:
         found = dispatch.choose(view(at("a"), at("b", "x", *queue), at("c")), request, "x", "a")
         assert found is not None
         return found.worker
 
-    assert chosen() == "b" and chosen(1) == "b"  # 0.1 seconds: as long as its own pass
+    assert chosen() == "b" and chosen(1) == "b"  # 0.1 seconds: less than its own pass
     assert chosen(100) == "a"  # a second's wait is more than a move
+    slow = {**view().links, ("a", "b"): ClusterLink(10.0)}  # four seconds for its rows
+    seen = replace(view(at("a"), at("b"), at("c")), links=slow)
+    found = dispatch.choose(seen, request, "x", "a")
+    assert found is not None and found.worker == "a", "an owner behind a slow link loses its rows"
+    found = dispatch.choose(seen, request, "x", "c")
+    assert found is not None and found.worker == "b", "it is slow for one sender alone"
     least_busy = Dispatch(DispatchSettings(rule=DispatchRule.LEAST_BUSY))
     found = least_busy.choose(view(at("a"), at("b", "x", 1), at("c")), request, "x", "b")
     assert found is not None and found.worker in "ac" and found.plan is not None and not found.plan.recomputed
@@ -163,10 +169,10 @@ def test_choices_are_those_of_all_candidates_tried() -> None:
         held = {w: draw.choice((0, tokens // 2, tokens)) for w in WORKERS} if tokens else {}
         rule = draw.choice([*DispatchRule])
         request = ChainRequest(1, tokens, rows, {"x": held})
-        best: dict[str, tuple[float, float]] = {}
+        best: dict[str, tuple[float, float]] = {}  # seconds of all, and until the rows are computed
         for w in WORKERS:
             queue = sum(PROFILE.seconds(n) for place, own in queues.items() if place[0] == w for n in own)
-            transfer = 0.0 if sender == w else 0.01 + rows * 4 / 1000
+            way = transfer = 0.0 if sender == w else 0.01 + rows * 4 / 1000
             lacks = 0 if held.get(w, 0) == tokens else tokens - held[w] // 16 * 16
             if lacks:
                 whole = any(n == tokens for o, n in held.items() if o != w)
@@ -178,14 +184,15 @@ def test_choices_are_those_of_all_candidates_tried() -> None:
                 transfer += min(max(n / 100, 0.01 + m * 2 / 1000 if m else 0.0) for n, m in ways)
             swap = 0.0 if (w, "x") in there else 0.5
             load = max(swap - transfer, 0.0) if queue == 0 else swap
-            best[w] = (queue + PROFILE.seconds(rows) + transfer + load, queue)
+            best[w] = (queue + PROFILE.seconds(rows) + transfer + load, queue + way)
         found = Dispatch(DispatchSettings(rule=rule, alike=0.0)).choose(seen, request, "x", sender)
         assert found is not None and found.seconds == pytest.approx(best[found.worker][0])
         least = min(seconds for seconds, _ in best.values())
         if rule in (DispatchRule.RECOMPUTE_ONLY, DispatchRule.COPY_ONLY):
             assert found.seconds == pytest.approx(least)
         if rule is DispatchRule.OWNER_FIRST and found.seconds != pytest.approx(least):
-            assert found.holds_pages and best[found.worker][1] == min(queue for _, queue in best.values())
+            waits = [wait for _, wait in best.values()]
+            assert found.holds_pages and best[found.worker][1] == pytest.approx(min(waits))
 
 
 def test_settings_have_ranges() -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 from coserve.cluster.growing import due_moves
 from coserve.cluster.hosted import BlockSettings, HostedBlock
+from coserve.cluster.links import MeasuredLink
 from coserve.cluster.messages import BlockLoaded, LoadBlock
 from coserve.cluster.pausing import PausedSequences
+from coserve.cluster.records import ClusterLink
 
 SETTINGS = BlockSettings(LoadBlock(0, "m", "", 0, 2, "float32", 4, 8, 4), blocks=2, copies=1)
 NBYTES = 1000
@@ -15,7 +17,7 @@ NBYTES = 1000
 
 def workers(*addresses: str) -> dict[str, Any]:
     return {
-        address: SimpleNamespace(address=address, is_alive=True, memory=1 << 20, free=1 << 19)
+        address: SimpleNamespace(address=address, is_alive=True, memory=1 << 20, free=1 << 19, links={})
         for address in addresses
     }
 
@@ -47,14 +49,14 @@ def test_pages_move_to_where_the_next_turn_would_go() -> None:
     paused = PausedSequences(8)
     paused.end(5, [3, 1, 2], 20, now=100.0)  # two whole pages
     busy.filled = {3: 8, 1: 8}
-    rates = {("tcp:a:1", "tcp:b:1"): 1e3}  # 256 bytes take 0.26 s
+    there["tcp:a:1"].links["tcp:b:1"] = MeasuredLink(ClusterLink(1e3), 101.0)  # 256 bytes take 0.26 s
     busy.rows = 512
-    assert not paused.due([busy, idle], rates, 100.1), "it would come too late"
-    ((sequence, target),) = paused.due([busy, idle], rates, 102.0)
+    assert not paused.due([busy, idle], 100.1), "it would come too late"
+    ((sequence, target),) = paused.due([busy, idle], 102.0)
     assert (sequence.pages, sequence.tokens, target) == ((3, 1), 16, idle)
-    assert not paused.due([busy, idle], rates, 102.5), "looked a moment ago"
+    assert not paused.due([busy, idle], 102.5), "looked a moment ago"
     busy.rows = 0
-    assert not paused.due([busy, idle], rates, 104.0), "its owner is as good"
+    assert not paused.due([busy, idle], 104.0), "its owner is as good"
     busy.rows = 512
     paused.forget([1])
-    assert not paused.due([busy, idle], rates, 106.0), "a page has a new owner"
+    assert not paused.due([busy, idle], 106.0), "a page has a new owner"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.cluster.dispatch import DispatchRule, DispatchSettings
+from coserve.cluster.dispatch import SCHEDULER, DispatchRule, DispatchSettings
 from coserve.cluster.records import ClusterBlock, ClusterLink, ClusterWorker
 from coserve.cluster.scaling import ScalingSettings
 from coserve.errors import ConfigError
@@ -98,6 +98,50 @@ def test_owners_keep_their_requests_where_links_are_slow() -> None:
     )
     assert ours.between_nbytes < 0.7 * least.between_nbytes
     assert ours.copied + ours.recomputed < least.copied
+
+
+def test_a_slow_link_is_learned_and_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows go to the first worker, behind a slow link, until messages have shown it; seldom after that."""
+    slow = {pair: ClusterLink(20.0, 0.5) for pair in ((SCHEDULER, "a"), ("b", "a"))}
+    asks = [ClusterAsk(2.0 * n, "app", 20, 4) for n in range(40)]
+    alike, ours = (SimulatedCluster(both(DispatchRule.OWNER_FIRST, others=one)) for one in ({}, slow))
+    fair = alike.play(asks)
+    learned = ours.play(asks)
+    monkeypatch.setattr("coserve.cluster.links.LinkTimer.came", lambda *_: None)
+    unaware = SimulatedCluster(both(DispatchRule.OWNER_FIRST, others=slow)).play(asks)
+    assert max(learned.latencies[5:]) < 0.5 * max(unaware.latencies[5:])
+    sent = {pair: wire.nbytes for pair, wire in ours._wires.items()}
+    assert sent[SCHEDULER, "a"] < 0.2 * sent[SCHEDULER, "b"]
+    assert max(fair.latencies) < max(learned.latencies), "the first request met it"
+
+
+def test_answers_count_what_stood_in() -> None:
+    """Where the line of the chain's own block is long, answers begin with its equivalent, or go there."""
+    blocks = dict(setting().blocks)
+    blocks["x"] = replace(blocks["x"], equivalents=(("y", 0.99),))
+    alone = setting(blocks=blocks, chains={"app": ("x",)}, approximates=True, batch_rows=20)
+    asks = [ClusterAsk(0.1 * n, "app", 20, 3) for n in range(8)]
+    samples = list[ClusterSample]()
+    found = SimulatedCluster(alone).play(asks, samples.append)
+    assert {0.0, 1.0} < {*found.stood_in}
+    assert all((share * 22).is_integer() for share in found.stood_in), "of 22 rows each"
+    assert 22 * min(found.stood_in) <= samples[-1].stand_in_rows <= 22 * sum(found.stood_in)
+    exact = SimulatedCluster(replace(alone, approximates=False)).play(asks)
+    assert exact.adapted == 0 and max(exact.latencies) > max(found.latencies)
+
+
+def test_rows_that_came_together_stay_together() -> None:
+    """One device with both blocks: who comes while the first block computes joins at the next token, and does
+    not part those who are on their way."""
+    alone = ClusterSetting(
+        setting().workers[:1], setting().blocks, {"app": CHAIN}, {one: ["a"] for one in CHAIN},
+        ClusterLink(1e9), ClusterLink(1e9),
+    )  # fmt: skip
+    asks = [ClusterAsk(0.0, "app", 1, 9), ClusterAsk(0.05, "app", 1, 9)]
+    cluster = SimulatedCluster(alone)
+    found = cluster.play(asks)
+    both, one = 0.1 + 2 * 0.01, 0.1 + 0.01
+    assert found.latencies == pytest.approx([2 * one + 8 * 2 * both, 4 * one + 8 * 2 * both - 0.05], abs=1e-3)
 
 
 def test_a_full_queue_brings_an_instance() -> None:

@@ -49,12 +49,14 @@ class Wire:
 
 @dataclass(slots=True)
 class WaitingRows:
-    """Rows that wait at an instance: whose, how many, since when, and whether their pages are there."""
+    """Rows that wait at an instance: whose, how many, since when, and whether their pages are there; `behind`
+    are the blocks that they have to pass after it."""
 
     key: int
     rows: int
     since: float
     returns: bool
+    behind: int
     group: str = ""  # the application
 
 
@@ -78,6 +80,8 @@ class SimulatedInstance:
 
     def batches(self, most: int) -> tuple[int, ...]:
         """Rows of the batch under way and of those that the queue makes, `most` rows each."""
+        if not self.queued_rows and not self.under_way:
+            return ()
         full, rest = divmod(self.queued_rows, most)
         parts = (sum(one.rows for one in self.under_way), *[most] * full, rest)
         return tuple(rows for rows in parts if rows)

@@ -1,7 +1,7 @@
 """Settings of a simulated cluster: its workers, links, blocks and applications, and what is asked of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coserve.cluster.dispatch import DispatchSettings
 from coserve.cluster.records import ClusterBlock, ClusterLink, ClusterWorker, ComputeProfile
@@ -30,10 +30,11 @@ class ClusterAsk:
 class ClusterSetting:
     """A cluster. `chains` are the blocks of each application in order, and `placed` the workers that hold
     each block at the start. `within` and `between` are links of workers of one host and of two; the scheduler
-    is on a host of its own. `batch_rows` are the most rows of a pass, `most_queued` those that may wait at an
-    instance. A block brings `branches` seconds to a pass for each further application in it, where
-    applications branch within a model. Pages are swept, and instances scaled where `scaling` is set, at each
-    look."""
+    is on a host of its own. `others` are the links of pairs of hosts (sender and receiver) that are not what
+    they are thought to be, which dispatch learns from what goes over them. `batch_rows` are the most rows of
+    a pass, `most_queued` those that may wait at an instance. A block brings `branches` seconds to a pass for
+    each further application in it, where applications branch within a model. Pages are swept, and instances
+    scaled where `scaling` is set, at each look."""
 
     workers: Sequence[ClusterWorker]
     blocks: Mapping[str, ClusterBlock]
@@ -50,6 +51,7 @@ class ClusterSetting:
     scaling: ScalingSettings | None = None
     look: float = 1.0
     sweep: float = 60.0
+    others: Mapping[tuple[str, str], ClusterLink] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_range("batch_rows", self.batch_rows, 1, MOST_COUNT, int)
@@ -81,9 +83,9 @@ class ClusterSample:
 @dataclass(frozen=True, slots=True)
 class ClusterOutcome:
     """The answers of a load: the seconds of each, tokens a second from the first arrival to the last answer,
-    bytes between hosts and within them, seconds that devices computed over those that they had, answers that
-    any stand-in took part in, blocks loaded, instances added, and tokens whose pages were recomputed and
-    copied."""
+    bytes between hosts and within them, seconds that devices computed over those that they had, the share of
+    each answer's passes that were those of stand-ins, blocks loaded, instances added, and tokens whose pages
+    were recomputed and copied."""
 
     latencies: tuple[float, ...]
     rate: float
@@ -91,11 +93,16 @@ class ClusterOutcome:
     within_nbytes: float
     busy: float
     sent_seconds: float
-    adapted: int
+    stood_in: tuple[float, ...]
     loads: int
     added: int
     recomputed: int
     copied: int
+
+    @property
+    def adapted(self) -> int:
+        """Answers that any stand-in took part in."""
+        return sum(share > 0.0 for share in self.stood_in)
 
 
 def linear_profile(fixed: float, per_row: float, most: int = 4096) -> ComputeProfile:

@@ -7,13 +7,16 @@ do with it.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Final
 
+from coserve.cluster.agent import precedence
 from coserve.cluster.coordination import PagesCopy, redundant_copies
 from coserve.cluster.dispatch import SCHEDULER, WAYS, Dispatch, DispatchEstimate
+from coserve.cluster.links import LinkTimer
 from coserve.cluster.meeting import Meeting, PageMove
 from coserve.cluster.placement import DependenceCounter
 from coserve.cluster.records import BlockInstance, ChainRequest, ClusterLink, ClusterView, ClusterWorker
@@ -45,8 +48,13 @@ class _Answer:
     place: int = 0
     at: str = SCHEDULER
     pages: dict[str, dict[str, int]] = field(default_factory=dict)
-    is_adapted: bool = False
+    stood_in: int = 0  # rows in blocks that stand in for the chain's
     ended: float | None = None
+
+    @property
+    def passes(self) -> int:
+        """Rows of the whole answer through all of its blocks: its last token passes none."""
+        return (self.ask.prompt + self.ask.answer - 1) * len(self.chain)
 
 
 @dataclass(slots=True)
@@ -65,6 +73,27 @@ class _Device:
         return self.computed - max(self.busy_until - now, 0.0)
 
 
+@dataclass(frozen=True)
+class _SeenLinks(Mapping[tuple[str, str], ClusterLink]):
+    """Links between workers as what went over them has shown, or else as they are `said` to be."""
+
+    said: Mapping[tuple[str, str], ClusterLink]
+    hosts: Mapping[str, str]
+    timers: Mapping[tuple[str, str], LinkTimer]
+    now: float
+
+    def __getitem__(self, pair: tuple[str, str]) -> ClusterLink:
+        timer = self.timers.get((self.hosts[pair[0]], self.hosts[pair[1]]))
+        known = None if timer is None else timer.measured
+        return self.said[pair] if known is None else known.faded(self.said[pair], self.now)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self.said)
+
+    def __len__(self) -> int:
+        return len(self.said)
+
+
 class SimulatedCluster:
     """A cluster that answers one load."""
 
@@ -72,7 +101,10 @@ class SimulatedCluster:
         self.setting, self.events = setting, VirtualEvents()
         self._dispatch = Dispatch(setting.dispatch)
         self._devices = {worker.name: _Device(worker) for worker in setting.workers}
-        self._wires: dict[tuple[str, str], Wire] = {}
+        self._hosts = {SCHEDULER: SCHEDULER} | {one.name: one.host for one in setting.workers}
+        self._wires: dict[tuple[str, str], Wire] = {}  # by hosts
+        self._timers: dict[tuple[str, str], LinkTimer] = {}
+        self._messages = count()
         names = [SCHEDULER, *self._devices]
         self._links = {(a, b): self._link(a, b) for a in names for b in self._devices if a != b}
         self._workers = {worker.name: worker for worker in setting.workers}
@@ -114,7 +146,7 @@ class SimulatedCluster:
             sum(wire.nbytes for (a, b), wire in self._wires.items() if a == b),
             sum(one.computed for one in self._devices.values()) / len(self._devices) / (ended - begun),
             self._sent,
-            sum(one.is_adapted for one in self._answers),
+            tuple(one.stood_in / one.passes for one in self._answers),
             self._loads,
             self._added,
             self._recomputed,
@@ -132,7 +164,8 @@ class SimulatedCluster:
                 instances.append(
                     BlockInstance(name, content, queue, most, self.setting.most_queued, idle_since)
                 )
-        return ClusterView(self._workers, self.setting.blocks, tuple(instances), self._links)
+        links = _SeenLinks(self._links, self._hosts, self._timers, self.events.now)
+        return ClusterView(self._workers, self.setting.blocks, tuple(instances), links)
 
     def _hold(self, answer: _Answer, content: str, worker: str, tokens: int) -> None:
         """Has a worker keep pages of so many of an answer's tokens, and room for them; none with 0."""
@@ -148,10 +181,8 @@ class SimulatedCluster:
         self._workers[worker] = replace(record, used=record.used + nbytes)
 
     def _link(self, sender: str, receiver: str) -> ClusterLink:
-        return self.setting.within if self._host(sender) == self._host(receiver) else self.setting.between
-
-    def _host(self, name: str) -> str:
-        return SCHEDULER if name == SCHEDULER else self._devices[name].worker.host
+        same = self._hosts[sender] == self._hosts[receiver]
+        return self.setting.within if same else self.setting.between
 
     def _come(self, answer: _Answer) -> None:
         self._open[answer.key] = answer
@@ -173,7 +204,6 @@ class SimulatedCluster:
             swap = sum(self.setting.blocks[one].nbytes for one in found.evicted) / device.worker.memory_rate
             swap += self.setting.blocks[found.content].nbytes / device.worker.load_rate
             self._load(found.worker, found.content, self.events.now + swap)
-        answer.is_adapted |= found.content != content
         base = request.held(found.content, found.worker)
         block = self.setting.blocks[found.content]
         nbytes = answer.rows * block.row_nbytes if answer.at != found.worker else 0
@@ -237,10 +267,18 @@ class SimulatedCluster:
         if sender == receiver or not nbytes:
             self.events.at(self.events.now, arrives)
             return
-        link = self._links[sender, receiver]
-        ends = self._host(sender), self._host(receiver)
-        wire = self._wires.setdefault(ends, Wire(link.rate, link.latency))
-        self._sent += wire.send(self.events, nbytes, arrives)
+        ends = self._hosts[sender], self._hosts[receiver]
+        if ends not in self._wires:
+            link = self.setting.others.get(ends, self._links[sender, receiver])
+            self._wires[ends], self._timers[ends] = Wire(link.rate, link.latency), LinkTimer()
+        timer, number = self._timers[ends], next(self._messages)
+        timer.sent(number, nbytes, self.events.now)
+
+        def arrived() -> None:
+            timer.came(number, self.events.now)
+            arrives()
+
+        self._sent += self._wires[ends].send(self.events, nbytes, arrived)
 
     def _load(self, name: str, content: str, ready_at: float) -> None:
         self._devices[name].instances[content] = SimulatedInstance(content, ready_at, last_used=ready_at)
@@ -254,11 +292,19 @@ class SimulatedCluster:
 
     def _queue(self, answer: _Answer, found: DispatchEstimate, returns: bool) -> None:
         device = self._devices[found.worker]
-        waiting = WaitingRows(answer.key, answer.rows, self.events.now, returns, answer.ask.application)
+        behind = len(answer.chain) - answer.place - 1
+        waiting = WaitingRows(
+            answer.key, answer.rows, self.events.now, returns, behind, answer.ask.application
+        )
         if found.content not in device.instances:  # scaled away meanwhile
             return self._sent_on(answer)
         device.instances[found.content].put(waiting)
-        self._serve(device)
+        self._serve_soon(device)
+
+    def _serve_soon(self, device: _Device) -> None:
+        """Has a device go on once all that comes at this very time is there: rows that have passed one of its
+        blocks are in the queue of the next."""
+        self.events.at(self.events.now, partial(self._serve, device))
 
     def _serve(self, device: _Device) -> None:
         """An idle device begins the next pass, or a chunk of pages where none waits; a chunk waits for
@@ -271,12 +317,16 @@ class SimulatedCluster:
             device.chunks.popleft()
             self._compute(device, seconds, done)
         elif ready:
-            instance = min(ready, key=lambda one: one.first.since if one.first else 0.0)
+            instance = min(ready, key=self._order)
             taken = instance.take(self.setting.batch_rows)
             groups = len({one.group for one in taken})
             profile = self.setting.blocks[instance.content].profile
             seconds = profile.seconds(sum(one.rows for one in taken)) + (groups - 1) * self.setting.branches
             self._compute(device, seconds, partial(self._passed, device, instance, taken))
+
+    def _order(self, one: SimulatedInstance) -> tuple[bool, int, float]:
+        assert one.first is not None, "rows wait there"
+        return precedence(one.first.behind, one.first.since, self.events.now)
 
     def _compute(self, device: _Device, seconds: float, done: Callable[[], None]) -> None:
         device.is_busy = True
@@ -286,7 +336,7 @@ class SimulatedCluster:
         def ended() -> None:
             device.is_busy = False
             done()
-            self._serve(device)
+            self._serve_soon(device)
 
         self.events.at(device.busy_until, ended)
 
@@ -296,7 +346,9 @@ class SimulatedCluster:
             answer = self._open[waiting.key]
             self._hold(answer, instance.content, device.worker.name, answer.tokens + answer.rows)
             block = self.setting.blocks[instance.content]
-            self._passes[instance.content != answer.chain[answer.place]] += answer.rows
+            stands_in = instance.content != answer.chain[answer.place]
+            self._passes[stands_in] += answer.rows
+            answer.stood_in += answer.rows * stands_in
             answer.place += 1
             if answer.place < len(answer.chain):
                 following = answer.chain[answer.place]

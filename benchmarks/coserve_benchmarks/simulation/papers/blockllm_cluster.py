@@ -1,5 +1,5 @@
-"""BlockLLM's cluster (5 and 7, figures 18 to 26) on a virtual clock: the policies of `coserve.cluster` on
-three workers with the measured costs of the 255M shape on two cores.
+"""BlockLLM's cluster (5 and 7, figures 16 and 18 to 26) on a virtual clock: the policies of `coserve.cluster`
+on three workers with the measured costs of the 255M shape on two cores.
 
 Everything here is modelled, and a model of costs says nothing of itself: a figure tells what the policies do
 where passes, links and loads take the seconds that are assumed, beside what the paper measured on 12 A100.
@@ -51,11 +51,14 @@ SHAPE: Final = "255m"
 HARDWARE: Final = "two-cores"
 APPLICATIONS: Final = 12
 SEEDS: Final = 5  # of the arrivals by which dispatch is compared: 90 answers have few in their last twentieth
+PROVISION_SEEDS: Final = 3  # and of those by which provisions are
 GROWING: Final = (3, 6, APPLICATIONS, 18)  # of figure 22; more models of their own have no room
 FULL: Final = 6  # of so many applications one is a full fine-tune, all of whose weights are its own
 SPANS: Final = 4  # blocks of a chain
 HASHES: Final = 5  # names of blocks that placements are shown for
 RATE: Final = 24.0  # requests a second, of prompts and answers as the zoo's provisions have
+LOADS: Final = (RATE / 2, RATE, 2 * RATE)  # of figure 23
+BURST: Final = 45.0  # requests a second of a burst: the most of the paper's production load (7.1)
 LONG_RATE: Final = 9.0  # of prompts whose pages weigh
 LONG: Final = (64, 384)
 NETWORK: Final = ClusterLink(125e6, 2e-4)  # 1 Gbit/s between hosts
@@ -173,6 +176,27 @@ def play(
     return SimulatedCluster(own).play(asks, watch)
 
 
+def most_rate(asks: Sequence[ClusterAsk], devices: int = 3) -> float:
+    """Tokens a second that no policy exceeds: each answer takes what it takes alone where nothing is sent,
+    and all rows what they take in passes without end, on devices that never wait."""
+    blocks = [costs().block("", place).profile for place in range(SPANS)]
+
+    def seconds(rows: int) -> float:
+        return sum(one.seconds(rows) for one in blocks)
+
+    first = min(ask.at for ask in asks)
+    alone = max(ask.at + seconds(ask.prompt) + (ask.answer - 1) * seconds(1) for ask in asks) - first
+    rows = sum(ask.prompt + ask.answer - 1 for ask in asks)
+    return sum(ask.answer for ask in asks) / max(alone, rows * (seconds(2) - seconds(1)) / devices)
+
+
+def unlinked(own: ClusterSetting) -> ClusterSetting:
+    """The same cluster where rows and pages go from worker to worker for nothing: what dispatch could gain at
+    most, as long as queues are all that it knows."""
+    blocks = {name: replace(one, token_nbytes=0, row_nbytes=0) for name, one in own.blocks.items()}
+    return replace(own, blocks=blocks)
+
+
 def meeting_seconds(move: PageMove, way: MovingPages, chunk: int = 256) -> float:
     """Seconds of a move in chunks, on a device and a link that do nothing else."""
     assert move.link is not None
@@ -259,13 +283,15 @@ def adapting(seconds: float) -> blockllm_figures.Series:
 def run(quick: bool, say: Say) -> PaperResult:
     """All comparisons."""
     seconds = 2.0 if quick else 10.0
+    long = [
+        make_asks(LONG_RATE, seconds, seed=seed, prompt=LONG) for seed in range(1, 2 if quick else 1 + SEEDS)
+    ]
     rules: dict[DispatchRule, list[ClusterOutcome]] = {}
     for rule in DispatchRule:
         say(f"BlockLLM's cluster: dispatch, {rule}")
-        rules[rule] = [
-            play(setting("blocks", rule=rule), make_asks(LONG_RATE, seconds, seed=seed, prompt=LONG))
-            for seed in range(1, 2 if quick else 1 + SEEDS)
-        ]
+        rules[rule] = [play(setting("blocks", rule=rule), asks) for asks in long]
+    say("BlockLLM's cluster: dispatch where nothing that is sent takes time")
+    free = [play(unlinked(setting("blocks")), asks) for asks in long]
     kinds: dict[tuple[str, int], ClusterOutcome] = {}
     samples: dict[tuple[str, int], list[ClusterSample]] = {}
     for count in (APPLICATIONS,) if quick else GROWING:
@@ -276,9 +302,15 @@ def run(quick: bool, say: Say) -> PaperResult:
             own_samples = samples[kind, count] = []
             asks = make_asks(RATE, seconds, count)
             kinds[kind, count] = play(setting(kind, count), asks, own_samples.append)
+    provided: dict[str, list[ClusterOutcome]] = {}
+    offered = [make_asks(RATE, seconds, seed=1 + n) for n in range(1 if quick else PROVISION_SEEDS)]
+    for kind in ("blocks", "models", "merged"):
+        say(f"BlockLLM's cluster: {kind}, further seeds")
+        others = [play(setting(kind), asks) for asks in offered[1:]]
+        provided[kind] = [kinds[kind, APPLICATIONS], *others]
     say("BlockLLM's cluster: placement, scaling")
     placed = placements(seconds)
-    scaled = {name: burst(name == "scaling", RATE, seconds) for name in ("scaling", "none")}
+    scaled = {name: burst(name == "scaling", BURST, seconds) for name in ("scaling", "none")}
     chains = speculated(2.0 if quick else 20.0)
     compared = {kind: one for (kind, n), one in kinds.items() if n == APPLICATIONS}
     watched = {kind: one for (kind, n), one in samples.items() if n == APPLICATIONS}
@@ -288,10 +320,16 @@ def run(quick: bool, say: Say) -> PaperResult:
         **blockllm_figures.provisions(compared, watched, len(workers(3))),
         **blockllm_figures.ablations(by_rule, placed, chains),
     }
+    loads: dict[float, dict[str, ClusterOutcome]] = {}
     if not quick:
         say("BlockLLM's cluster: arrivals that rise and fall")
         grown = ({n: kinds[kind, n] for n in GROWING} for kind in ("blocks", "models"))
         series |= blockllm_figures.growth(*grown) | adapting(4 * seconds)
+        say("BlockLLM's cluster: adaptive serving by load")
+        for rate in LOADS:
+            asks = make_asks(rate, seconds)
+            loads[rate] = {kind: play(setting(kind), asks) for kind in ("blocks", "adaptive")}
+        series |= blockllm_figures.similarities({rate: one["adaptive"] for rate, one in loads.items()})
     own = costs()
     move = PageMove(_MOVED, own.page_nbytes, _PAGE, NETWORK, _PREFILL)
     met = {way: meeting_seconds(move, way) for way in MovingPages}
@@ -318,8 +356,12 @@ def run(quick: bool, say: Say) -> PaperResult:
         f"{_LOAD / 1e9:g} GB/s (assumed). There: 12 A100, models of 6B to 13B, 100 Gbit/s.",
         tables,
         [*_statements(rules, kinds, placed)],
-        dict(_rows(rules, kinds, placed, scaled, met, chains)),
-        series=series,
+        dict(_rows(rules, provided, placed, scaled, met, chains)),
+        {
+            **dict(_bounds(rules, free, provided, offered, scaled, make_asks(BURST, seconds, 3, only=0))),
+            **dict(_adaptive(loads)),
+        },
+        series,
     )
 
 
@@ -396,9 +438,41 @@ def _statements(
     )  # fmt: skip
 
 
+def _bounds(
+    rules: Mapping[DispatchRule, Sequence[ClusterOutcome]],
+    free: Sequence[ClusterOutcome],
+    provided: Mapping[str, Sequence[ClusterOutcome]],
+    offered: Sequence[Sequence[ClusterAsk]],
+    scaled: Mapping[str, ClusterOutcome],
+    moved: Sequence[ClusterAsk],
+) -> Iterator[tuple[str, tuple[float, str]]]:
+    """What rows of the same names could be at best in these cases."""
+    for rule in (DispatchRule.LEAST_BUSY, DispatchRule.RECOMPUTE_ONLY):
+        ratios = [_p(own, 0.95) / _p(other, 0.95) for own, other in zip(free, rules[rule], strict=True)]
+        yield f"cluster.dispatch.vs_{rule}.best", (fmean(ratios), "if nothing that is sent took time")
+    told = "if no answer waited for another, and no device for rows"
+    for kind, name in (("models", "per_model.throughput"), ("merged", "parameter_sharing")):
+        most = [most_rate(asks) / other.rate for asks, other in zip(offered, provided[kind], strict=True)]
+        yield f"cluster.vs_{name}.best", (fmean(most), told)
+    yield "cluster.scaling.best", (most_rate(moved) / scaled["none"].rate, told)
+
+
+def _adaptive(
+    loads: Mapping[float, Mapping[str, ClusterOutcome]],
+) -> Iterator[tuple[str, tuple[float, str]]]:
+    """What adaptive serving does at several requests a second."""
+    for rate, found in loads.items():
+        own, other = found["adaptive"], found["blocks"]
+        name = f"cluster.adaptive.{rate:g}"
+        yield f"{name}.adapted", (own.adapted / len(own.stood_in), "of the answers")
+        told = "over that without it, one seed"
+        yield f"{name}.p95", (_p(own, 0.95) / _p(other, 0.95), f"95th percentile {told}")
+        yield f"{name}.throughput", (own.rate / other.rate, f"throughput {told}")
+
+
 def _rows(
     rules: Mapping[DispatchRule, Sequence[ClusterOutcome]],
-    kinds: Mapping[tuple[str, int], ClusterOutcome],
+    provided: Mapping[str, Sequence[ClusterOutcome]],
     placed: Mapping[str, ClusterOutcome],
     scaled: Mapping[str, ClusterOutcome],
     met: Mapping[MovingPages, float],
@@ -410,14 +484,18 @@ def _rows(
         ratios = [_p(own, 0.95) / _p(other, 0.95) for own, other in zip(ours, rules[rule], strict=True)]
         about = f"95th percentiles, mean of {len(ratios)} seeds; {note}"
         yield f"cluster.dispatch.vs_{rule}", Row(fmean(ratios), about, mean_interval(ratios))
-    blocks, models = kinds["blocks", APPLICATIONS], kinds["models", APPLICATIONS]
-    merged = kinds["merged", APPLICATIONS]
-    yield "cluster.vs_per_model.throughput", Row(blocks.rate / models.rate, note)
-    yield "cluster.vs_per_model.p95", Row(_p(blocks, 0.95) / _p(models, 0.95), note)
-    yield "cluster.vs_parameter_sharing", Row(blocks.rate / merged.rate, note)
+    blocks, models, merged = (provided[kind] for kind in ("blocks", "models", "merged"))
+    for name, ratios in (
+        ("vs_per_model.throughput", [a.rate / b.rate for a, b in zip(blocks, models, strict=True)]),
+        ("vs_per_model.p95", [_p(a, 0.95) / _p(b, 0.95) for a, b in zip(blocks, models, strict=True)]),
+        ("vs_parameter_sharing", [a.rate / b.rate for a, b in zip(blocks, merged, strict=True)]),
+    ):
+        about = f"mean of {len(ratios)} seeds; {note}"
+        yield f"cluster.{name}", Row(fmean(ratios), about, mean_interval(ratios))
     near, far = (_sum(placed, name, "between_nbytes") for name in ("locality", "fragmentation"))
     yield "cluster.locality.transfer_bytes", Row(near / far, f"over {HASHES} orders; {note}")
-    yield "cluster.scaling", Row(scaled["scaling"].rate / scaled["none"].rate, note)
+    said = f"{BURST:g} requests/s; {note}"
+    yield "cluster.scaling", Row(scaled["scaling"].rate / scaled["none"].rate, said)
     none, surrogates, _ = chains
     yield (
         "cluster.speculation.p50",

@@ -1,8 +1,9 @@
-"""BlockLLM's figures 16, 18 to 22 and 24 to 26 (arXiv 2404.18322, 7.2 and 7.3): series that `bench draw`
-draws, of the runs of `blockllm_cluster`.
+"""BlockLLM's figures 16 and 18 to 26 (arXiv 2404.18322, 7.2 and 7.3): series that `bench draw` draws, of the
+runs of `blockllm_cluster`.
 
-In place of accuracy, which a model of costs has none of, figure 16 has the share of rows that went through
-blocks of their own chain. Figure 23 is measured, not modelled (`coserve bench zoo`).
+A model of costs has neither accuracies nor outputs. In place of accuracy, figure 16 has the share of rows
+that went through blocks of their own chain; and how similar an answer of figure 23 is follows from that share
+as it does where both were measured (`SIMILARITIES`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,10 @@ Series = dict[str, list[Any]]
 _POINTS: Final = 40  # of a distribution
 _CALM: Final = 0.2  # of the peak's arrivals, at the beginning and the end of a rise
 _GIGA: Final = 1e9
+# The share of a full fine-tune's bytes that are its foundation's in place of its own, and the cosine of both
+# vocabulary distributions: means over the four tasks at each step of their ladders, of `adaptive.chain.…` in
+# docs/results/zoo.json (commit b187f5f236).
+SIMILARITIES: Final = ((0.0, 1.0), (0.167, 0.972), (0.348, 0.923), (0.495, 0.742), (0.642, 0.660))
 
 
 def distributions(kinds: Mapping[str, ClusterOutcome]) -> Series:
@@ -93,6 +98,26 @@ def adaptation(samples: Sequence[ClusterSample], asks: Sequence[ClusterAsk]) -> 
         if own + others:
             rows.append([new.at, come / (new.at - old.at), own / (own + others)])
     return {"blockllm.fig16": rows}
+
+
+def similarity_of(replaced: float) -> float:
+    """The similarity of an answer with such a share of stand-ins, by `SIMILARITIES`, of which the last holds
+    for larger shares too."""
+    for (x, y), (u, v) in pairwise(SIMILARITIES):
+        if replaced <= u:
+            return y + (v - y) * (replaced - x) / (u - x)
+    return SIMILARITIES[-1][1]
+
+
+def similarities(loads: Mapping[float, ClusterOutcome]) -> Series:
+    """Figure 23: rows of (requests a second, share of the answers that are adapted, share of these, their
+    similarity), ascending."""
+    rows = list[Any]()
+    for rate, one in loads.items():
+        found = sorted(similarity_of(share) for share in one.stood_in if share > 0.0)
+        adapted = len(found) / len(one.stood_in)
+        rows += [[rate, adapted, (n + 1) / len(found), value] for n, value in enumerate(found)]
+    return {"blockllm.fig23": rows}
 
 
 def rising(asks: Sequence[ClusterAsk], seconds: float, seed: int = 1) -> list[ClusterAsk]:
