@@ -1,7 +1,7 @@
 """Schemas that chats and plain completions share."""
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import (
@@ -48,6 +48,27 @@ Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
 FinishName = Literal["stop", "length"]
 Tier = Literal["default", "flex", "priority"]
+
+
+class IdPage(BaseModel):
+    """A page of a list, with the ids of its first and last member."""
+
+    data: list[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, data: Sequence[Any], has_more: bool) -> Self:
+        """The page with these members, which have ids."""
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=list(data), first_id=first, last_id=last, has_more=has_more)
+
+
+class ListPage(IdPage):
+    """A page as OpenAI's lists have them."""
+
+    object: Literal["list"] = "list"
 
 
 def at_most(most: int) -> Callable[[Any], Any]:

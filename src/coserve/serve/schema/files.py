@@ -4,6 +4,8 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field
 
+from coserve.serve.schema.common import ListPage
+
 LEAST_LIFE: Final = 3600  # seconds after which a file may expire
 LONGEST_LIFE: Final = 2_592_000
 Purpose = Literal["fine-tune", "evals", "fine-tune-results", "batch", "batch_output"]
@@ -29,12 +31,8 @@ class FileObject(BaseModel):
     )
 
 
-class FileList(BaseModel):
-    object: Literal["list"] = "list"
+class FileList(ListPage):
     data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class FileDeleted(BaseModel):
