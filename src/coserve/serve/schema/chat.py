@@ -33,12 +33,12 @@ from coserve.serve.schema.common import (
     MostBytes,
     RequestBody,
     Schema,
+    StructuredGeneration,
     Tier,
     Usage,
     Words,
     at_most,
 )
-from coserve.serve.schema.structured import StructuredGeneration
 from coserve.serve.schema.tools import (
     AllowedToolChoice,
     CallId,

@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 
 from coserve.errors import QuotaExceeded
 from coserve.serve.store.creations import CreationStore
-from coserve.serve.store.database import Database, page_of, reads, writes
+from coserve.serve.store.database import Database, owned, page_of, reads, writes
 from coserve.serve.store.files import PutFile
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
@@ -50,8 +50,7 @@ class BatchStore:
     @reads
     def get(self, session: Session, tenant: str, id: str) -> BatchRecord | None:
         """The tenant's batch with this id."""
-        found = select(BatchRecord).where(BatchRecord.tenant == tenant, BatchRecord.id == id)
-        return session.scalar(found)
+        return owned(session, BatchRecord, tenant, id)
 
     @reads
     def page(

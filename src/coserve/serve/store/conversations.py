@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from coserve.serve.store.database import Database, page_of, reads, writes
+from coserve.serve.store.database import Database, owned, page_of, reads, writes
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import ConversationRecord, ItemRecord, Page
 
@@ -26,14 +26,14 @@ class ConversationStore:
     @reads
     def get(self, session: Session, tenant: str, id: str) -> ConversationRecord | None:
         """The tenant's conversation with this id."""
-        return conversation_in(session, tenant, id)
+        return owned(session, ConversationRecord, tenant, id)
 
     @writes
     def label(
         self, session: Session, tenant: str, id: str, labels: Mapping[str, str]
     ) -> ConversationRecord | None:
         """Changes the metadata of a conversation; None if there is none. Raises QuotaExceeded."""
-        found = conversation_in(session, tenant, id)
+        found = owned(session, ConversationRecord, tenant, id)
         if found is not None:
             found.labels = dict(labels)
             self._quotas.check_kept(session, tenant)
@@ -42,7 +42,7 @@ class ConversationStore:
     @writes
     def extend(self, session: Session, tenant: str, id: str, items: Sequence[ItemRecord]) -> bool:
         """Adds items to a conversation; False if there is none. Raises QuotaExceeded."""
-        if conversation_in(session, tenant, id) is None:
+        if owned(session, ConversationRecord, tenant, id) is None:
             return False
         session.add_all(items)
         self._quotas.check_kept(session, tenant)
@@ -73,18 +73,12 @@ class ConversationStore:
     @writes
     def remove(self, session: Session, tenant: str, id: str) -> bool:
         """Removes a conversation, and its items that belong to no response; False if there is none."""
-        found = conversation_in(session, tenant, id)
+        found = owned(session, ConversationRecord, tenant, id)
         if found is None:
             return False
         session.delete(found)
         _leave(session, _in(tenant, id))
         return True
-
-
-def conversation_in(session: Session, tenant: str, id: str) -> ConversationRecord | None:
-    """The tenant's conversation with this id."""
-    wanted = ConversationRecord.tenant == tenant, ConversationRecord.id == id
-    return session.scalar(select(ConversationRecord).where(*wanted))
 
 
 def _in(tenant: str, conversation: str) -> tuple[ColumnElement[bool], ...]:

@@ -20,12 +20,13 @@ from sqlalchemy.orm import Session
 
 from coserve.core.collection import collection_paused
 from coserve.errors import StateError
-from coserve.serve.store.records import Page, Record
+from coserve.serve.store.records import OwnedRecord, Page, Record
 
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="Transacting")
 Listed = TypeVar("Listed", bound=Record)
+Own = TypeVar("Own", bound=OwnedRecord)
 READERS: Final = 4
 MOST_PAGED: Final = 8 * 2**20  # characters of the rows of one page
 
@@ -112,6 +113,11 @@ def writes(
         return await self._database.write(lambda session: method(self, session, *args, **kwargs))
 
     return write
+
+
+def owned(session: Session, kind: type[Own], tenant: str, id: str) -> Own | None:
+    """The tenant's record with this id."""
+    return session.scalar(select(kind).where(kind.tenant == tenant, kind.id == id))
 
 
 def page_of(

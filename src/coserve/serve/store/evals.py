@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from coserve.errors import QuotaExceeded
-from coserve.serve.store.database import Database, page_of, reads, writes
+from coserve.serve.store.database import Database, owned, page_of, reads, writes
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Page
@@ -51,8 +51,7 @@ class EvalStore:
     @reads
     def get(self, session: Session, kind: type[EvalRow], tenant: str, id: str) -> EvalRow | None:
         """The tenant's row of a kind with this id."""
-        found = select(kind).where(kind.tenant == tenant, kind.id == id)
-        return session.scalar(found)
+        return owned(session, kind, tenant, id)
 
     @reads
     def page(

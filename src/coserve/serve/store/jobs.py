@@ -10,7 +10,7 @@ from coserve.core.job_status import FINAL, UNFINISHED, JobStatus
 from coserve.errors import ConflictError
 from coserve.serve.store.audit import note_action
 from coserve.serve.store.creations import CreationStore
-from coserve.serve.store.database import Database, page_of, reads, writes
+from coserve.serve.store.database import Database, owned, page_of, reads, writes
 from coserve.serve.store.files import lasting
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.labels import has_label, has_no_labels
@@ -56,8 +56,7 @@ class JobStore:
     @reads
     def get(self, session: Session, tenant: str, id: str) -> JobRecord | None:
         """The tenant's job with this id."""
-        found = select(JobRecord).where(JobRecord.tenant == tenant, JobRecord.id == id)
-        return session.scalar(found)
+        return owned(session, JobRecord, tenant, id)
 
     @reads
     def count_unfinished(self, session: Session, tenant: str) -> int:

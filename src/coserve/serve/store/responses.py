@@ -7,11 +7,10 @@ from sqlalchemy import ColumnElement, delete, func, literal, select, update
 from sqlalchemy.orm import Session, aliased
 
 from coserve.errors import PromptTooLong
-from coserve.serve.store.conversations import conversation_in
-from coserve.serve.store.database import Database, page_of, reads, writes
+from coserve.serve.store.database import Database, owned, page_of, reads, writes
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
-from coserve.serve.store.records import ItemRecord, Page, ResponseRecord
+from coserve.serve.store.records import ConversationRecord, ItemRecord, Page, ResponseRecord
 
 UNDER_WAY: Final = ("queued", "in_progress")
 MOST_EARLIER: Final = 2048  # items that come before those of a request, and responses in a line
@@ -63,8 +62,7 @@ class ResponseStore:
     @reads
     def get(self, session: Session, tenant: str, id: str) -> ResponseRecord | None:
         """The tenant's response with this id."""
-        found = select(ResponseRecord).where(ResponseRecord.tenant == tenant, ResponseRecord.id == id)
-        return session.scalar(found)
+        return owned(session, ResponseRecord, tenant, id)
 
     @writes
     def remove(self, session: Session, tenant: str, id: str) -> bool:
@@ -159,7 +157,7 @@ def _join(session: Session, row: ResponseRecord, items: Sequence[ItemRecord]) ->
     """Takes items out of a conversation that has been deleted while their response was made."""
     if row.conversation is None:
         return
-    if conversation_in(session, row.tenant, row.conversation) is None:
+    if owned(session, ConversationRecord, row.tenant, row.conversation) is None:
         for item in items:
             item.conversation = None
 

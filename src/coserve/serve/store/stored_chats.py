@@ -6,7 +6,7 @@ from typing import Final
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.orm import Session
 
-from coserve.serve.store.database import Database, page_of, reads, writes
+from coserve.serve.store.database import Database, owned, page_of, reads, writes
 from coserve.serve.store.labels import has_label
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Page, StoredChat
@@ -33,8 +33,7 @@ class ChatStore:
     @reads
     def get(self, session: Session, tenant: str, id: str) -> StoredChat | None:
         """The tenant's completion with this id."""
-        found = select(StoredChat).where(StoredChat.tenant == tenant, StoredChat.id == id)
-        return session.scalar(found)
+        return owned(session, StoredChat, tenant, id)
 
     @reads
     def page(
@@ -60,7 +59,7 @@ class ChatStore:
     @writes
     def label(self, session: Session, tenant: str, id: str, labels: Mapping[str, str]) -> StoredChat | None:
         """Changes the metadata of a completion; None if there is none. Raises QuotaExceeded."""
-        found = session.scalar(select(StoredChat).where(StoredChat.tenant == tenant, StoredChat.id == id))
+        found = owned(session, StoredChat, tenant, id)
         if found is not None:
             found.labels = dict(labels)
             self._quotas.check_kept(session, tenant)
@@ -69,7 +68,7 @@ class ChatStore:
     @writes
     def remove(self, session: Session, tenant: str, id: str) -> bool:
         """Removes a completion; False if there is none."""
-        found = session.scalar(select(StoredChat).where(StoredChat.tenant == tenant, StoredChat.id == id))
+        found = owned(session, StoredChat, tenant, id)
         if found is not None:
             session.delete(found)
         return found is not None

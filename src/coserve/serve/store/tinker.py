@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, delete, func, or_, select, union_all, upda
 from sqlalchemy.orm import Session
 
 from coserve.serve.artifacts.local import ArtifactStore
-from coserve.serve.store.database import Database, reads, writes
+from coserve.serve.store.database import Database, owned, reads, writes
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import (
@@ -99,9 +99,7 @@ class TinkerSessionStore:
     @writes
     def finish(self, session: Session, tenant: str, id: str, reason: Mapping[str, Any]) -> bool:
         """Notes why a session ended, unless that is known; False if the tenant has no such session."""
-        found = session.scalar(
-            select(TinkerSession).where(TinkerSession.tenant == tenant, TinkerSession.id == id)
-        )
+        found = owned(session, TinkerSession, tenant, id)
         if found is not None and found.finished is None:
             found.finished = dict(reason)
         return found is not None

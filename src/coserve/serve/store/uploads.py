@@ -6,7 +6,7 @@ from typing import Any, Final
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from coserve.serve.store.database import Database, reads, writes
+from coserve.serve.store.database import Database, owned, reads, writes
 from coserve.serve.store.files import PutFile
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import File, UploadRecord
@@ -29,8 +29,7 @@ class UploadStore:
     @reads
     def get(self, session: Session, tenant: str, id: str) -> UploadRecord | None:
         """The tenant's upload with this id."""
-        found = select(UploadRecord).where(UploadRecord.tenant == tenant, UploadRecord.id == id)
-        return session.scalar(found)
+        return owned(session, UploadRecord, tenant, id)
 
     async def end(self, id: str, status: str, file: File | None = None) -> bool:
         """Ends a pending upload, with its file if it is completed; False if it is not pending. Raises
