@@ -169,8 +169,7 @@ class AdapterStore:
 
     @reads
     def _all(self, session: Session, wanted: ColumnElement[bool]) -> tuple[Adapter, ...]:
-        found = select(Adapter).where(wanted).order_by(Adapter.number)
-        return tuple(session.scalars(found))
+        return tuple(session.scalars(select(Adapter).where(wanted).order_by(Adapter.number)))
 
 
 def add_adapter(session: Session, adapter: Adapter) -> bool:

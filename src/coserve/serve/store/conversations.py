@@ -59,8 +59,7 @@ class ConversationStore:
     @reads
     def item(self, session: Session, tenant: str, conversation: str, id: str) -> str | None:
         """An item of a conversation, as JSON."""
-        found = select(ItemRecord.item).where(*_in(tenant, conversation), ItemRecord.id == id)
-        return session.scalar(found)
+        return session.scalar(select(ItemRecord.item).where(*_in(tenant, conversation), ItemRecord.id == id))
 
     @writes
     def remove_item(self, session: Session, tenant: str, conversation: str, id: str) -> bool:

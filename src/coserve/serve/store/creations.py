@@ -44,8 +44,7 @@ class CreationStore:
     @reads
     def find(self, session: Session, id: str) -> Creation | None:
         """The creation of the key with this id."""
-        found = select(Creation).where(Creation.id == id, Creation.created > self._oldest)
-        return session.scalar(found)
+        return session.scalar(select(Creation).where(Creation.id == id, Creation.created > self._oldest))
 
     @writes
     def finish(

@@ -72,8 +72,7 @@ class EvalStore:
     @writes
     def change(self, session: Session, /, id: str, **values: Any) -> None:
         """Changes columns of an eval."""
-        changed = update(EvalRecord).where(EvalRecord.id == id).values(**values)
-        session.execute(changed)
+        session.execute(update(EvalRecord).where(EvalRecord.id == id).values(**values))
 
     @writes
     def cancel(self, session: Session, run: str) -> bool:
@@ -97,14 +96,12 @@ class EvalStore:
             .where(EvalRunRecord.status.in_(UNFINISHED))
             .group_by(EvalRunRecord.tenant)
         )
-        found = select(EvalRunRecord).where(EvalRunRecord.number.in_(oldest))
-        return tuple(session.scalars(found))
+        return tuple(session.scalars(select(EvalRunRecord).where(EvalRunRecord.number.in_(oldest))))
 
     @reads
     def places(self, session: Session, run: str) -> set[int]:
         """Places of a run's data whose outcome is stored."""
-        found = select(EvalItemRecord.place).where(EvalItemRecord.run == run)
-        return set(session.scalars(found))
+        return set(session.scalars(select(EvalItemRecord.place).where(EvalItemRecord.run == run)))
 
     @writes
     def add_item(self, session: Session, row: EvalItemRecord, usage: Mapping[str, tuple[int, int]]) -> bool:

@@ -57,8 +57,7 @@ class FileStore:
     @reads
     def get(self, session: Session, tenant: str, id: str) -> File | None:
         """The tenant's file with this id."""
-        found = select(File).where(*self._is(tenant, id))
-        return session.scalar(found)
+        return session.scalar(select(File).where(*self._is(tenant, id)))
 
     @reads
     def page(
@@ -102,8 +101,7 @@ class FileStore:
     @writes
     def forget(self, session: Session, expired: Sequence[File]) -> None:
         """Removes the rows of files that have expired."""
-        gone = delete(File).where(File.id.in_([file.id for file in expired]))
-        session.execute(gone)
+        session.execute(delete(File).where(File.id.in_([file.id for file in expired])))
 
     def _is(self, tenant: str, id: str) -> tuple[ColumnElement[bool], ...]:
         return File.tenant == tenant, File.id == id, lasting(self._clock())

@@ -56,8 +56,7 @@ class JobEventStore:
         """Removes the marks of this server's earlier engines, which never return once a later one has
         connected."""
         own = NewsMark.owner.in_((self._leases.owner, ""))
-        old = delete(NewsMark).where(NewsMark.generation != generation, own)
-        session.execute(old)
+        session.execute(delete(NewsMark).where(NewsMark.generation != generation, own))
 
     @writes
     def skip(self, session: Session, mark: NewsMark) -> None:

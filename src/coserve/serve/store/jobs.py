@@ -42,8 +42,7 @@ class JobStore:
         read, note = {job.training_file, job.validation_file or job.training_file}, self._creations.noting()
         self._quotas.check_jobs(session, job.tenant)
         own = File.tenant == job.tenant, File.id.in_(read), lasting(self._clock())
-        found = select(File.id).where(*own)
-        if gone := read - set(session.scalars(found)):
+        if gone := read - set(session.scalars(select(File.id).where(*own))):
             raise ConflictError(f"{min(gone)} was deleted or expired while the job was being created")
         session.add(job)
         session.flush()  # before the event that names it
@@ -62,8 +61,7 @@ class JobStore:
     def count_unfinished(self, session: Session, tenant: str) -> int:
         """Number of the tenant's jobs that are not over."""
         wanted = JobRecord.tenant == tenant, JobRecord.status.not_in(FINAL)
-        found = select(func.count()).select_from(JobRecord).where(*wanted)
-        return session.scalars(found).one()
+        return session.scalars(select(func.count()).select_from(JobRecord).where(*wanted)).one()
 
     @reads
     def of_any(self, session: Session, id: str) -> JobRecord | None:

@@ -90,8 +90,7 @@ class LoginStore:
         """The digests (`keys.digest_of`) among these of cookies whose logins have not ended."""
         found = select(LoginRecord.digest).join(KeyRecord, LoginRecord.key == KeyRecord.id)
         in_force = LoginRecord.ends > int(self._clock()), KeyRecord.revoked.is_(None)
-        found = found.where(LoginRecord.digest.in_(digests), *in_force)
-        return frozenset(session.scalars(found))
+        return frozenset(session.scalars(found.where(LoginRecord.digest.in_(digests), *in_force)))
 
     @writes
     def end(self, session: Session, cookie: str) -> None:

@@ -29,8 +29,7 @@ class QuarantineStore:
     @reads
     def list(self, session: Session) -> tuple[QuarantineRecord, ...]:
         """Quarantined work, the oldest first."""
-        found = select(QuarantineRecord).order_by(QuarantineRecord.number)
-        return tuple(session.scalars(found))
+        return tuple(session.scalars(select(QuarantineRecord).order_by(QuarantineRecord.number)))
 
     @reads
     def reason(self, session: Session, kind: str, subject: str) -> str | None:

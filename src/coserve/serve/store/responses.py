@@ -102,8 +102,7 @@ class ResponseStore:
         size = func.coalesce(func.sum(func.length(ItemRecord.item)), 0)
         count, characters = session.execute(select(func.count(), size).where(*wanted)).one()
         _check(count, characters)
-        found = select(ItemRecord.item).where(*wanted).order_by(ItemRecord.number)
-        return tuple(session.scalars(found))
+        return tuple(session.scalars(select(ItemRecord.item).where(*wanted).order_by(ItemRecord.number)))
 
     def _line(self, session: Session, tenant: str, id: str | None) -> Sequence[str] | None:
         """Ids of a response and of all before it; None where one is missing or under way."""
@@ -129,8 +128,7 @@ class ResponseStore:
         sized = select(ItemRecord.id, func.length(ItemRecord.item)).where(*own)
         sizes: dict[str, int] = dict(session.execute(sized).tuples().all())
         _check(len(ids), sum(sizes.get(id, 0) for id in ids))
-        found = select(ItemRecord.id, ItemRecord.item).where(*own)
-        return dict(session.execute(found).tuples().all())
+        return dict(session.execute(select(ItemRecord.id, ItemRecord.item).where(*own)).tuples().all())
 
     @reads
     def page(

@@ -70,14 +70,12 @@ class TenantStore:
     @reads
     def get(self, session: Session, tenant: str) -> Tenant | None:
         """The tenant with this id."""
-        found = select(Tenant).where(Tenant.id == tenant)
-        return session.scalar(found)
+        return session.scalar(select(Tenant).where(Tenant.id == tenant))
 
     @reads
     def list(self, session: Session) -> tuple[Tenant, ...]:
         """All tenants, the oldest first."""
-        found = select(Tenant).order_by(Tenant.number)
-        return tuple(session.scalars(found))
+        return tuple(session.scalars(select(Tenant).order_by(Tenant.number)))
 
     async def create_key(self, tenant: str, weight: float | None = None) -> tuple[Key, str]:
         """Creates a key for the tenant of this name (created if missing); returns it and its secret.
@@ -123,8 +121,7 @@ class TenantStore:
     def kept(self, session: Session, tenant: str) -> tuple[TenantRows, ...]:
         """The rows and bytes that the server keeps of a tenant, by table."""
         found = select(TenantRows).where(TenantRows.tenant == tenant, TenantRows.rows > 0)
-        found = found.order_by(TenantRows.bytes.desc())
-        return tuple(session.scalars(found))
+        return tuple(session.scalars(found.order_by(TenantRows.bytes.desc())))
 
     @writes
     def revoke_key(self, session: Session, key: str) -> bool:

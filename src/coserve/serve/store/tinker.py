@@ -57,8 +57,7 @@ class TinkerSessionStore:
     @reads
     def get(self, session: Session, kind: type[R], tenant: str, id: str) -> R | None:
         """The tenant's row of a kind with this id."""
-        found = select(kind).where(*_of(kind, tenant), kind.id == id)
-        return session.scalar(found)
+        return session.scalar(select(kind).where(*_of(kind, tenant), kind.id == id))
 
     @reads
     def page(
@@ -93,8 +92,7 @@ class TinkerSessionStore:
     @writes
     def change(self, session: Session, /, kind: type[R], id: str, **values: Any) -> None:
         """Changes columns of the row with this id."""
-        changed = update(kind).where(kind.id == id).values(**values)
-        session.execute(changed)
+        session.execute(update(kind).where(kind.id == id).values(**values))
 
     @writes
     def finish(self, session: Session, tenant: str, id: str, reason: Mapping[str, Any]) -> bool:
@@ -136,8 +134,7 @@ class TinkerCheckpointStore:
     @reads
     def get(self, session: Session, id: str) -> TinkerCheckpoint | None:
         """The checkpoint with this id, of any tenant."""
-        found = select(TinkerCheckpoint).where(TinkerCheckpoint.id == id)
-        return session.scalar(found)
+        return session.scalar(select(TinkerCheckpoint).where(TinkerCheckpoint.id == id))
 
     @reads
     def page(
@@ -160,15 +157,15 @@ class TinkerCheckpointStore:
             session.scalars(count).one(),
         )
 
-    async def newest(
-        self, tenant: str, now: float, runs: Sequence[str]
+    @reads
+    def newest(
+        self, session: Session, tenant: str, now: float, runs: Sequence[str]
     ) -> Mapping[tuple[str, str], TinkerCheckpoint]:
         """The newest lasting checkpoint of each run and kind, as far as there is one, by both."""
         wanted = [TinkerCheckpoint.run.in_(runs), *_listed(tenant, now)]
         number = func.max(TinkerCheckpoint.number)
         newest = select(number).where(*wanted).group_by(TinkerCheckpoint.run, TinkerCheckpoint.kind)
-        found = select(TinkerCheckpoint).where(TinkerCheckpoint.number.in_(newest))
-        rows = await self._database.read(lambda session: tuple(session.scalars(found)))
+        rows = session.scalars(select(TinkerCheckpoint).where(TinkerCheckpoint.number.in_(newest)))
         return {(row.run, row.kind): row for row in rows}
 
     @reads
@@ -218,8 +215,7 @@ class TinkerCheckpointStore:
     @writes
     def change(self, session: Session, /, id: str, **values: Any) -> None:
         """Changes whether a checkpoint is public or when it expires."""
-        changed = update(TinkerCheckpoint).where(TinkerCheckpoint.id == id).values(**values)
-        session.execute(changed)
+        session.execute(update(TinkerCheckpoint).where(TinkerCheckpoint.id == id).values(**values))
 
     async def remove(self, id: str) -> None:
         """Removes a row, and then its folder."""
@@ -242,8 +238,7 @@ class TinkerCheckpointStore:
     @reads
     def outdated(self, session: Session, now: float) -> Sequence[TinkerCheckpoint]:
         """Checkpoints of all tenants that have expired."""
-        found = select(TinkerCheckpoint).where(TinkerCheckpoint.expires <= now)
-        return tuple(session.scalars(found))
+        return tuple(session.scalars(select(TinkerCheckpoint).where(TinkerCheckpoint.expires <= now)))
 
     @reads
     def temporary(self, session: Session, session_id: str | None = None) -> Sequence[TinkerCheckpoint]:

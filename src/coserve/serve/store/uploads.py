@@ -55,5 +55,4 @@ class UploadStore:
     def expired(self, session: Session) -> Sequence[UploadRecord]:
         """Some uploads that are pending after their time, of all tenants."""
         late = UploadRecord.status == "pending", UploadRecord.expires <= self._clock()
-        found = select(UploadRecord).where(*late).limit(MOST_EXPIRED_UPLOADS)
-        return tuple(session.scalars(found))
+        return tuple(session.scalars(select(UploadRecord).where(*late).limit(MOST_EXPIRED_UPLOADS)))
