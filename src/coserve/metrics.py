@@ -3,6 +3,9 @@
 Metrics of jobs begin with `finetune_`, those of latency bounds with `slo_`.
 """
 
+from operator import attrgetter
+from typing import Any, Final
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -11,6 +14,65 @@ _BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75
 _WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _MODEL = ("model_name",)
+# What the engine counts: the metric, its place in the engine's statistics, and what it is.
+COUNTERS: Final = (
+    ("slo_met", "slo_met", "Answers within all bounds."),
+    ("slo_missed", "slo_missed", "Answers beyond a bound."),
+    ("answer_seconds", "answer_seconds", "Of answers that ended, from arrival to the last token."),
+    ("answer_deferred_seconds", "answer_deferred_seconds", "Of these seconds, those that training took."),
+    ("prefix_cache_queries", "asked_tokens", "Prompt tokens looked for in the cache."),
+    ("prefix_cache_hits", "found_tokens", "Prompt tokens found in the cache."),
+    ("adapter_hits", "paging.hits", "Requests whose adapter was in memory when they came."),
+    ("adapter_misses", "paging.misses", "Requests that waited for theirs."),
+    ("adapter_loads", "paging.loaded", "Adapters brought into memory."),
+    ("adapter_loaded_bytes", "paging.loaded_bytes", "Bytes of these."),
+    ("adapter_evictions", "paging.dropped", "Adapters dropped for others."),
+    ("engine_steps", "steps", "Steps of the engine."),
+    ("engine_fused_steps", "fused_steps", "Steps that answered and trained."),
+    ("num_preemptions", "preemptions", "Sequences that lost their pages for want of some."),
+    ("swapped_out_pages", "swapped_out_pages", "Pages of those and of prefixes written to the second tier."),
+    ("swapped_in_pages", "swapped_in_pages", "Pages read from there instead of computed again."),
+    ("prefix_pages_swapped_out", "prefix_pages_swapped_out", "Cached pages written there when evicted."),
+    ("prefix_pages_swapped_in", "prefix_pages_swapped_in", "Pages of prompts found there."),
+    ("swap_failures", "swap_failures", "Copies of pages that could not be written or read."),
+    ("offloaded_read_bytes", "offloaded_read_bytes", "Keys and values of such prompts that steps have read."),
+    ("offload_failures", "offload_failures", "Such prompts whose keys and values were lost."),
+    ("recomputed_tokens", "recomputed_tokens", "Tokens that passed the model again after a preemption."),
+    ("spec_decode_num_drafts", "drafts", "Times that an answer drafted tokens."),
+    ("spec_decode_num_draft_tokens", "draft_tokens", "Tokens drafted."),
+    ("spec_decode_num_accepted_tokens", "accepted_tokens", "Of these, those that became the answer's."),
+)
+GAUGES: Final = (
+    ("slowdown_ratio", "slowdown", "Time of the newest 256 answers, over what it would be without training."),
+    ("cost_model_error_ratio", "cost_error", "Mean relative error of predicted step times."),
+    (
+        "cost_model_margin_ratio",
+        "cost_margin",
+        "Added to predicted times of steps that train, relative to them.",
+    ),
+    ("memory_budget_bytes", "memory_budget", "Bytes that the engine may use."),
+    (
+        "memory_peak_bytes",
+        "memory_peak",
+        "Most bytes in use so far, measured, above those before the model came.",
+    ),
+    (
+        "memory_imports_bytes",
+        "memory_imports",
+        "What the engine's process held before the model came, beside the budget.",
+    ),
+    ("adapters_known", "paging.known", "Adapters that can be brought in from disk."),
+    ("adapters_in_memory", "adapters", "Adapter versions in memory."),
+)
+# Parts that are in use: the metric, the places of the part and of the whole, and what it is; 1 is all.
+SHARES: Final = (
+    ("kv_cache_usage_perc", "used_pages", "pages", "Part of the cache in use; 1 is all."),
+    ("swap_usage_perc", "swap_pages_used", "swap_pages", "Part of the second tier in use; 1 is all."),
+    (
+        *("offload_usage_perc", "offloaded_pages_used", "offloaded_pages"),
+        "Part of the second tier with prompts longer than the cache; 1 is all.",
+    ),
+)
 
 
 class MirroredCounter:
@@ -35,6 +97,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._make_inference()
         self._make_training()
+        self._make_server()
         self._make_engine()
 
     def render(self) -> bytes:
@@ -80,47 +143,7 @@ class Metrics:
             "coserve_finetune_step_seconds", "One optimizer step.", buckets=_WHOLE, registry=self.registry
         )
 
-    def _make_engine(self) -> None:
-        self.slo_attainment = self._gauge(
-            "slo_attainment",
-            "Answers within all bounds, of those that ended: slo_met of slo_met and slo_missed.",
-        )
-        self.slo_met = self._mirrored("slo_met", "Answers within all bounds.")
-        self.slo_missed = self._mirrored("slo_missed", "Answers beyond a bound.")
-        self.slowdown = self._gauge(
-            "slowdown_ratio", "Time of the newest 256 answers, over what it would be without training."
-        )
-        self.answer_seconds = self._mirrored(
-            "answer_seconds", "Of answers that ended, from arrival to the last token."
-        )
-        self.answer_deferred_seconds = self._mirrored(
-            "answer_deferred_seconds", "Of these seconds, those that training took."
-        )
-        self.cost_model_error = self._gauge(
-            "cost_model_error_ratio", "Mean relative error of predicted step times."
-        )
-        self.cost_model_margin = self._gauge(
-            "cost_model_margin_ratio", "Added to predicted times of steps that train, relative to them."
-        )
-        self.memory_bytes = self._gauge(
-            "memory_bytes", "Bytes that are promised or held, by what they are for.", ("account",)
-        )
-        self.memory_budget = self._gauge("memory_budget_bytes", "Bytes that the engine may use.")
-        self.memory_peak = self._gauge(
-            "memory_peak_bytes", "Most bytes in use so far, measured, above those before the model came."
-        )
-        self.memory_imports = self._gauge(
-            "memory_imports_bytes", "What the engine's process held before the model came, beside the budget."
-        )
-        self.process_resident = self._gauge(
-            "process_resident_bytes", "Bytes of the server's processes in memory.", ("process",)
-        )
-        self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Part of the cache in use; 1 is all.")
-        self.prefix_cache_queries = self._mirrored(
-            "prefix_cache_queries", "Prompt tokens looked for in the cache."
-        )
-        self.prefix_cache_hits = self._mirrored("prefix_cache_hits", "Prompt tokens found in the cache.")
-        self._make_adapters()
+    def _make_server(self) -> None:
         self.engine_up = self._gauge("engine_up", "1 while the engine is connected and gives signs of life.")
         self.weights_unreadable = self._gauge(
             "weights_unreadable",
@@ -128,73 +151,45 @@ class Metrics:
         )
         self.supervisor_up = self._gauge("supervisor_up", "1 while the supervisor gives signs of life.")
         self.engine_connections = self._gauge(
-            "engine_connections",
-            "Connections to an engine; each after the first follows a death.",
+            "engine_connections", "Connections to an engine; each after the first follows a death."
         )
         self.engine_load_seconds = self._gauge(
             "engine_load_seconds", "What the engine took to load its model and to measure it."
         )
-        self.engine_steps = self._mirrored("engine_steps", "Steps of the engine.")
-        self.engine_fused_steps = self._mirrored("engine_fused_steps", "Steps that answered and trained.")
-        self.num_preemptions = self._mirrored(
-            "num_preemptions", "Sequences that lost their pages for want of some."
-        )
-        self._make_swaps()
-
-    def _make_swaps(self) -> None:
-        self.swapped_out_pages = self._mirrored(
-            "swapped_out_pages", "Pages of those and of prefixes written to the second tier."
-        )
-        self.swapped_in_pages = self._mirrored(
-            "swapped_in_pages", "Pages read from there instead of computed again."
-        )
-        self.prefix_pages_swapped_out = self._mirrored(
-            "prefix_pages_swapped_out", "Cached pages written there when evicted."
-        )
-        self.prefix_pages_swapped_in = self._mirrored(
-            "prefix_pages_swapped_in", "Pages of prompts found there."
-        )
-        self.swap_failures = self._mirrored(
-            "swap_failures", "Copies of pages that could not be written or read."
-        )
-        self.swap_usage = self._gauge("swap_usage_perc", "Part of the second tier in use; 1 is all.")
-        self.offload_usage = self._gauge(
-            "offload_usage_perc", "Part of the second tier with prompts longer than the cache; 1 is all."
-        )
-        self.offloaded_read = self._mirrored(
-            "offloaded_read_bytes", "Keys and values of such prompts that steps have read."
-        )
-        self.offload_failures = self._mirrored(
-            "offload_failures", "Such prompts whose keys and values were lost."
-        )
-        self.recomputed_tokens = self._mirrored(
-            "recomputed_tokens", "Tokens that passed the model again after a preemption."
-        )
-        self.spec_drafts = self._mirrored("spec_decode_num_drafts", "Times that an answer drafted tokens.")
-        self.spec_draft_tokens = self._mirrored("spec_decode_num_draft_tokens", "Tokens drafted.")
-        self.spec_accepted_tokens = self._mirrored(
-            "spec_decode_num_accepted_tokens", "Of these, those that became the answer's."
+        self.process_resident = self._gauge(
+            "process_resident_bytes", "Bytes of the server's processes in memory.", ("process",)
         )
 
-    def _make_adapters(self) -> None:
-        self.adapters_known = self._gauge("adapters_known", "Adapters that can be brought in from disk.")
-        self.adapters_in_memory = self._gauge("adapters_in_memory", "Adapter versions in memory.")
-        self.adapter_hits = self._mirrored(
-            "adapter_hits", "Requests whose adapter was in memory when they came."
+    def _make_engine(self) -> None:
+        self._counters = [(MirroredCounter(self._counter(name, text)), path) for name, path, text in COUNTERS]
+        self._gauges = [(self._gauge(name, text), path) for name, path, text in GAUGES]
+        self._shares = [(self._gauge(name, text), used, whole) for name, used, whole, text in SHARES]
+        self._memory = self._gauge(
+            "memory_bytes", "Bytes that are promised or held, by what they are for.", ("account",)
         )
-        self.adapter_misses = self._mirrored("adapter_misses", "Requests that waited for theirs.")
-        self.adapter_loads = self._mirrored("adapter_loads", "Adapters brought into memory.")
-        self.adapter_loaded_bytes = self._mirrored("adapter_loaded_bytes", "Bytes of these.")
-        self.adapter_evictions = self._mirrored("adapter_evictions", "Adapters dropped for others.")
+        self._attainment = self._gauge(
+            "slo_attainment",
+            "Answers within all bounds, of those that ended: slo_met of slo_met and slo_missed.",
+        )
+
+    def show(self, stats: Any) -> None:
+        """Shows the engine's statistics, a `wire.messages.EngineStats`."""
+        for counter, path in self._counters:
+            counter.reach(attrgetter(path)(stats))
+        for gauge, path in self._gauges:
+            gauge.set(attrgetter(path)(stats))
+        for gauge, used, whole in self._shares:
+            gauge.set(getattr(stats, used) / max(getattr(stats, whole), 1))
+        for account, nbytes in stats.memory.items():
+            self._memory.labels(account).set(nbytes)
+        met, missed = (counter.total for counter, path in self._counters if path in ("slo_met", "slo_missed"))
+        self._attainment.set(met / (met + missed) if met + missed else 1.0)
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         return Gauge(f"coserve_{name}", text, labels, registry=self.registry)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"coserve_{name}", text, labels, registry=self.registry)
-
-    def _mirrored(self, name: str, text: str) -> MirroredCounter:
-        return MirroredCounter(self._counter(name, text))
 
     def _times(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"coserve_{name}", text, _MODEL, buckets=buckets, registry=self.registry)

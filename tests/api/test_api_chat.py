@@ -151,7 +151,9 @@ def test_logprobs_name_every_token_and_its_rivals(play: Play) -> None:
         )
         logprobs = answer.choices[0].logprobs
         assert logprobs is not None and logprobs.content is not None
-        assert [score.token for score in logprobs.content] == [world.state.text.token_text(t) for t in tokens]
+        assert [score.token for score in logprobs.content] == [
+            world.state.text.tokens.text_of(t) for t in tokens
+        ]
         assert b"".join(bytes(score.bytes or []) for score in logprobs.content).decode() == world.told(tokens)
         for score in logprobs.content:
             assert score.logprob == -0.5 and [top.logprob for top in score.top_logprobs] == [-0.5, -1.5, -2.5]

@@ -89,7 +89,10 @@ def test_offsets_are_places_in_the_text(play: Play) -> None:
         answer = await world.client().completions.create(
             model="tiny", prompt=list(prompt), echo=True, logprobs=0, max_tokens=len(answered)
         )
-        choice, pieces = answer.choices[0], [world.state.text.token_bytes(t) for t in (*prompt, *answered)]
+        choice, pieces = (
+            answer.choices[0],
+            [world.state.text.tokens.bytes_of(t) for t in (*prompt, *answered)],
+        )
         assert choice.text == "é🐶 a 🐱 ✓ b" and choice.logprobs is not None
         assert choice.logprobs.text_offset is not None
         begun, expected = b"", []
@@ -227,7 +230,7 @@ def test_vllms_further_fields(play: Play) -> None:
             assert scores[0] is None and len(scores) == len(prompt)
             for token, by_id in zip(prompt[1:], scores[1:], strict=True):
                 own = by_id[str(token)]
-                name = world.state.text.token_text(token)
+                name = world.state.text.tokens.text_of(token)
                 assert (own["logprob"], own["rank"], own["decoded_token"]) == (-0.5, 1, name)
                 assert len(by_id) == 2
         for kept, most in ((3, 3), (-1, 2046), (5000, 5000)):

@@ -18,9 +18,8 @@ import pytest
 from coserve.core.job_status import JobStatus
 from coserve.errors import ConfigError
 from coserve.serve.settings import ServerSettings
-from coserve.serve.webhooks import sender
-from coserve.serve.webhooks.alerts import Alerts
-from coserve.serve.webhooks.sender import WebhookEvent, WebhookSender, read_secret
+from coserve.serve.webhooks import alerts
+from coserve.serve.webhooks.alerts import Alerts, WebhookEvent, WebhookSender, read_secret
 from coserve.train.grading.http import is_public
 from coserve.wire.messages import JobEnded, Numbered
 from serving import Play, World
@@ -71,7 +70,7 @@ def receiver() -> Iterator[Receiver]:
 def test_what_is_not_taken_comes_again_with_the_same_id_and_a_signature(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sender, "PAUSES", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(alerts, "PAUSES", (0.01, 0.01, 0.01))
     receiver.statuses = [500, 302, 204, 500]
     made = WebhookSender(receiver.url, SECRET, ("127.0.0.1",))
     made.put(first := WebhookEvent("fine_tuning.job.succeeded", {"id": "ftjob-1"}))
@@ -95,7 +94,7 @@ def test_what_is_not_taken_comes_again_with_the_same_id_and_a_signature(
 def test_an_address_that_hangs_holds_a_bounded_number_and_no_caller(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sender, "MOST_EVENTS", 5)
+    monkeypatch.setattr(alerts, "MOST_EVENTS", 5)
     receiver.held.clear()
     made = WebhookSender(receiver.url, SECRET, ("127.0.0.1",))
     made.put(WebhookEvent("x", {}))
@@ -111,7 +110,7 @@ def test_an_address_that_hangs_holds_a_bounded_number_and_no_caller(
 def test_private_addresses_and_bad_secrets_are_refused(
     receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sender, "PAUSES", ())
+    monkeypatch.setattr(alerts, "PAUSES", ())
     made = WebhookSender(receiver.url.replace("127.0.0.1", "localhost"), SECRET)
     with caplog.at_level(logging.ERROR):
         made.put(WebhookEvent("x", {}))
@@ -168,7 +167,7 @@ def test_addresses_that_cannot_be_are_refused_or_given_up(
         with pytest.raises(ConfigError, match="number 1") as refused:
             ServerSettings("m", Path("s"), webhook_urls=(bad,), webhook_secret_file=Path("f"))
         assert "hidden" not in str(refused.value)
-    monkeypatch.setattr(sender, "PAUSES", ())
+    monkeypatch.setattr(alerts, "PAUSES", ())
     made = WebhookSender(f"http://{'hidden' * 20}.example/x", SECRET)
     for number in (1, 2):
         made.put(WebhookEvent("x", {}))

@@ -269,7 +269,7 @@ def test_a_job_behind_another_ones_steps_blames_no_request() -> None:
     queue.add("late", [MicroBatch(world.it.new_key(), "late", "l@0", (8,), DEPTH)])
     for now in (0.0, 5.0, 10.0, 15.0):
         queue.turns(now, None)
-        (batch,) = queue.ready(queue._jobs["other"])
+        (batch,) = queue._jobs["other"].ready(queue.in_flight)
         segment = TrainingSegment(
             batch.key, "other", "o@0", 0, 8, 1, Direction.TRAIN_FORWARD, batch.next_span(1), DEPTH
         )

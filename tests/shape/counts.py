@@ -47,6 +47,8 @@ JOBS: Final = (
     "OpenSession",
     "TrainingSession",
 )
+# Decorators that run a method in a transaction of its object's database.
+_TRANSACTIONS: Final = {"reads": "_database", "writes": "_database"}
 _MAKE: Final = {"__init__", "__post_init__"}
 RECORDS: Final = {"Struct", "BaseModel", "BaseSettings", "Enum", "StrEnum", "NamedTuple", "Exception"}
 
@@ -134,6 +136,11 @@ def unrelated(made: ast.ClassDef) -> list[set[str]]:
             continue
         inside = (node for node in ast.walk(method) if isinstance(node, ast.Attribute))
         used = {node.attr for node in inside if isinstance(node.value, ast.Name) and node.value.id == "self"}
+        used |= {
+            _TRANSACTIONS[mark.id]
+            for mark in method.decorator_list
+            if getattr(mark, "id", "") in _TRANSACTIONS
+        }
         if used:
             names, attributes = {method.name}, used | {method.name}
             for group in [group for group in groups if group[1] & attributes]:

@@ -119,10 +119,8 @@ def metrics() -> str:
         "`/metrics` is in Prometheus's format. Names and units are vLLM's where vLLM has the metric.",
         *("", "| metric | type | labels | |", "|---|---|---|---|"),
     ]
-    for held in vars(Metrics()).values():
-        metric: Any = getattr(held, "_counter", held)  # a mirrored counter has one inside
-        if not isinstance(metric, MetricWrapperBase):
-            continue
+    for metric in Metrics().registry._collector_to_names:
+        assert isinstance(metric, MetricWrapperBase)
         name = metric._name + ("_total" if metric._type == "counter" else "")
         labels = ", ".join(f"`{one}`" for one in metric._labelnames)
         lines.append(f"| `{name}` | {metric._type} | {labels} | {_cell(metric._documentation)} |")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,16 @@ class BatchedMetadata:
         return self.pairs * width <= _SHORT * len(self.prefills) and self.cells <= _CELLS
 
 
+class UnrotatedRows(NamedTuple):
+    """Queries [1, heads, rows, dk], keys and values of one call's rows, and the `tables` by which queries and
+    keys are yet to be rotated, cos and sin [1, rows, dk]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tables: tuple[Tensor, Tensor]
+
+
 class BatchedBackend(KVPool):
     """The `AttentionBackend` of a CPU; it runs on every device."""
 
@@ -135,19 +145,11 @@ class BatchedBackend(KVPool):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def attend_rotated(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tables: tuple[Tensor, Tensor],
-        metadata: BatchedMetadata,
-        spec: AttentionSpec,
+        self, layer: int, rows: UnrotatedRows, metadata: BatchedMetadata, spec: AttentionSpec
     ) -> Tensor:
-        """As `attend`, of queries and keys that are yet to be rotated by `tables`, cos and sin [1, rows,
-        dk]."""
-        rotated = [elementwise.rotate(x, *tables) for x in (q, k)]
-        return self.attend(layer, rotated[0], rotated[1], v, metadata, spec)
+        """As `attend`, once queries and keys are rotated."""
+        q, k = (elementwise.rotate(x, *rows.tables) for x in (rows.q, rows.k))
+        return self.attend(layer, q, k, rows.v, metadata, spec)
 
     def decode_pages(self, layers: Sequence[int], metadata: BatchedMetadata, width: int) -> LayerPages | None:
         """The pages of a pass's rows in these layers, whose queries have `width` numbers; None where there

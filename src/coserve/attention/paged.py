@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coserve.attention.backend import CacheShape, CommonAttentionMetadata
-from coserve.attention.batched import BatchedBackend, BatchedMetadata, DecodeRows
+from coserve.attention.batched import BatchedBackend, BatchedMetadata, DecodeRows, UnrotatedRows
 from coserve.attention.store import KVStore
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.row_tiles import RowTiles
@@ -27,25 +27,18 @@ class PagedBackend(BatchedBackend):
         return DecodeRows(common.block_table, common.positions + 1, self.page_size, tiles)
 
     def attend_rotated(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tables: tuple[Tensor, Tensor],
-        metadata: BatchedMetadata,
-        spec: AttentionSpec,
+        self, layer: int, rows: UnrotatedRows, metadata: BatchedMetadata, spec: AttentionSpec
     ) -> Tensor:
         """See `BatchedBackend`; decode rows, and rows in tiles, are rotated and written by one kernel."""
-        rows = metadata.decode
-        if rows is None or metadata.prefills or not self._owns[layer]:
-            return super().attend_rotated(layer, q, k, v, tables, metadata, spec)
+        decode = metadata.decode
+        if decode is None or metadata.prefills or not self._owns[layer]:
+            return super().attend_rotated(layer, rows, metadata, spec)
         from coserve.kernels.triton.rotary_pages import rotate_into_pages
 
         slots, keys, values = metadata.slot_mapping, self._keys[layer].whole, self._values[layer].whole
-        queries = rotate_into_pages(q, k, v, *tables, slots, keys, values)
-        found = self._attend_decode(layer, queries.transpose(0, 1)[None], metadata, rows, spec)
-        padding = q.shape[2] - len(slots)
+        queries = rotate_into_pages(rows.q, rows.k, rows.v, *rows.tables, slots, keys, values)
+        found = self._attend_decode(layer, queries.transpose(0, 1)[None], metadata, decode, spec)
+        padding = rows.q.shape[2] - len(slots)
         return found if not padding else F.pad(found, (0, 0, 0, 0, 0, padding))
 
     def _attend_decode(

@@ -127,7 +127,7 @@ def _pieces(example: Example, text: Text | None) -> tuple[TextPiece, ...]:
     found: list[tuple[bytes, bool]] = []
     for row, token in enumerate(example.tokens[:_SHOWN]):
         is_trained = row > 0 and example.labels[row - 1] != IGNORED
-        written = text.token_bytes(token)
+        written = text.tokens.bytes_of(token)
         if found and found[-1][1] is is_trained:
             found[-1] = found[-1][0] + written, is_trained
         else:
@@ -143,7 +143,7 @@ def _shown(prepared: PreparedJob, text: Text | None, most: int) -> Iterator[Show
     for place, example in enumerate(data.examples[: most * group]):
         labels = (IGNORED, *example.labels)  # of a token by the row before it
         pieces = tuple(
-            TextPiece(text.token_bytes(token).decode(errors="replace"), label != IGNORED)
+            TextPiece(text.tokens.bytes_of(token).decode(errors="replace"), label != IGNORED)
             for token, label in zip(example.tokens[:_SHOWN_TOKENS], labels, strict=False)
         )
         yield ShownExample(pieces, len(example.tokens), place % group > 0 and not data.desirable)

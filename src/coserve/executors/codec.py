@@ -7,7 +7,6 @@ all else as plain data. Decoding runs no code of a message.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 import msgspec
@@ -23,6 +22,7 @@ from coserve.errors import CoserveError, error_named
 from coserve.executors import executor
 from coserve.executors.executor import Command
 from coserve.train.state import Identity, TrainingState
+from coserve.wire.control import decode_path, to_plain
 
 _COMMANDS: Final = {
     name: kind
@@ -44,21 +44,7 @@ class _PackedState:
     loss: float | None
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):  # the read-only empty default of a frozen dataclass
-        return dict(value)
-    raise NotImplementedError(f"{type(value).__name__} is no part of a command or a reply")
-
-
-def _from_plain(kind: type, value: Any) -> Any:
-    if issubclass(kind, Path):
-        return Path(value)
-    raise NotImplementedError(f"{kind.__name__} is no part of a command or a reply")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_plain)
 _named = msgspec.msgpack.Decoder(tuple[str, dict[str, msgspec.Raw]])
 _reply = msgspec.msgpack.Decoder(tuple[bool, msgspec.Raw])
 
@@ -131,7 +117,7 @@ class Codec:
             return TrainingState(adapter, moments, state.step, state.identity, state.loss)
         if own is Tensor:
             return safetensors.torch.load(msgspec.msgpack.decode(raw, type=bytes))[_TENSOR]
-        return msgspec.msgpack.decode(raw, type=decodable(own), dec_hook=_from_plain)
+        return msgspec.msgpack.decode(raw, type=decodable(own), dec_hook=decode_path)
 
 
 @cache

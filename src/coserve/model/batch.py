@@ -17,7 +17,7 @@ from torch import Tensor
 from coserve.adapters.bypass import Bypass, Bypasses
 from coserve.adapters.lora_batch import NO_ADAPTERS, LayerAdapters, LayerPaths, LoraBatch
 from coserve.attention.backend import InferenceRows
-from coserve.attention.batched import BatchedBackend
+from coserve.attention.batched import BatchedBackend, UnrotatedRows
 from coserve.attention.states import Core
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.native.layer import LayerPages
@@ -241,20 +241,11 @@ class FusedRows(GroupRows):
         there = [layer + part.shift for layer in layers]
         return part.backend.decode_pages(there, part.metadata, width)
 
-    def attend_rotated(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tables: tuple[Tensor, Tensor],
-        spec: AttentionSpec,
-    ) -> Tensor:
-        """As `attend`, of rows that are all `in_pages`, whose queries and keys are yet to be rotated by
-        `tables`."""
+    def attend_rotated(self, layer: int, rows: UnrotatedRows, spec: AttentionSpec) -> Tensor:
+        """As `attend`, of rows that are all `in_pages`, once their queries and keys are rotated."""
         part = self._parts[0][1]
         assert isinstance(part, InferenceRows) and isinstance(part.backend, BatchedBackend)
-        return part.backend.attend_rotated(layer + part.shift, q, k, v, tables, part.metadata, spec)
+        return part.backend.attend_rotated(layer + part.shift, rows, part.metadata, spec)
 
     @property
     def in_pages(self) -> bool:

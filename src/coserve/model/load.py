@@ -35,13 +35,14 @@ from coserve.model.dequantized.form import dense_state, slices_of
 from coserve.model.dequantized.forms import as_dense, form_for, quantized_fields
 from coserve.model.experts_hook import ExpertsHook
 from coserve.model.foreign import folder_of, read_config, saved_type
-from coserve.model.fused_layer import find_fused_layers
+from coserve.model.fused_layer import FusedLayer
+from coserve.model.layer_experiment import find_whole_layers
 from coserve.model.legacy_attention import set_attention, with_plain_linears
 from coserve.model.legacy_recurrence import ask_caches
 from coserve.model.linear import FrozenLinear
 from coserve.model.masks import Masks
 from coserve.model.native import use_native_kernels
-from coserve.model.native_layer import find_native_layers
+from coserve.model.native_layer import NativeLayer
 from coserve.model.origin import Origin, fingerprint_of, linear_paths
 from coserve.model.placement import Placed, Placement, place_locally
 from coserve.model.placing import Holds, place_linears
@@ -158,8 +159,8 @@ def complete(base: Base, own: Own, placed: Callable[[], AbstractContextManager[N
         block.returns, block.streams, block.streams_at = own.returns, own.streams, own.streams_at
     _fit(base, masks, placed)
     _tell_positions(base)
-    find_shortcuts = find_native_layers if base.device.type == "cpu" else find_fused_layers
-    prove(base, own, masks, shorten=partial(find_shortcuts, base))
+    kind = NativeLayer if base.device.type == "cpu" else FusedLayer
+    prove(base, own, masks, shorten=lambda: find_whole_layers(base, kind))
     _refuse_shorter_cache(base)
     join_siblings(base)
     assert not any(p.requires_grad for p in base.model.parameters()), "the base is frozen"

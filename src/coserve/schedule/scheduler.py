@@ -320,7 +320,7 @@ class Scheduler:
         for job in jobs:
             if job.is_due and job.update is not None:
                 packer.update(job.base, job.update)
-            for batch in self.training.ready(job):
+            for batch in job.ready(self.training.in_flight):
                 if packer.has(batch):
                     continue
                 if not self._alone[job.base]:

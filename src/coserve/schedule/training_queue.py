@@ -85,6 +85,10 @@ class QueueEntry:
         """Tells whether the job has work to plan."""
         return self.is_due or not all(batch.done for batch in self.micro_batches)
 
+    def ready(self, in_flight: int) -> list[MicroBatch]:
+        """The job's micro-batches that may run now, in order: at most so many."""
+        return list(islice((batch for batch in self.micro_batches if not batch.done), in_flight))
+
 
 class TrainingQueue:
     """All jobs, ordered by weighted fair queueing: least virtual time first."""
@@ -92,7 +96,7 @@ class TrainingQueue:
     def __init__(self, in_flight: int) -> None:
         self.released: list[tuple[str, int]] = []  # bases and keys whose device state the next plan drops
         self._jobs: dict[str, QueueEntry] = {}
-        self._in_flight = in_flight
+        self.in_flight = in_flight  # micro-batches of a job that may run at once
         self._clock = 0.0  # virtual time of the job furthest behind when turns were last given
 
     def __contains__(self, update: OptimStep) -> bool:
@@ -169,10 +173,6 @@ class TrainingQueue:
         batches = () if job is None else job.micro_batches
         return next((batch for batch in batches if batch.key == segment.key), None)
 
-    def ready(self, job: QueueEntry) -> list[MicroBatch]:
-        """A job's micro-batches that may run now, in order."""
-        return list(islice((batch for batch in job.micro_batches if not batch.done), self._in_flight))
-
     def level(self, first: QueueEntry, jobs: Iterable[QueueEntry]) -> list[MicroBatch]:
         """Micro-batches that may run in a group with those of the first job.
 
@@ -180,9 +180,12 @@ class TrainingQueue:
         hold in the long run. Those that have begun may run, too, so that small and large ones that went
         forward together come back together.
         """
-        reach = first.progress + self.ready(first)[0].length / first.weight
+        reach = first.progress + first.ready(self.in_flight)[0].length / first.weight
         return [
-            batch for job in jobs for batch in self.ready(job) if batch.has_begun or job.progress <= reach
+            batch
+            for job in jobs
+            for batch in job.ready(self.in_flight)
+            if batch.has_begun or job.progress <= reach
         ]
 
     def planned(self, plan: StepPlan, now: float) -> None:

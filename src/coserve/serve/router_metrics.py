@@ -69,9 +69,7 @@ class RouterMetrics:
         if stats is None:  # a router that finds nothing here sends requests elsewhere
             self.num_gpu_loaded_lora_adapters.labels(model).set(0)
             return
-        self.kv_cache_usage_perc.labels(model).set(
-            1.0 - stats.free_pages / stats.pages if stats.pages else 0.0
-        )
+        self.kv_cache_usage_perc.labels(model).set(stats.used_pages / max(stats.pages, 1))
         self.cache_config_info.clear()
         self.cache_config_info.labels(model, str(page_size), str(stats.pages)).set(1)
         pinned = frozenset(stats.paging.pinned)

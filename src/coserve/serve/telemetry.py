@@ -169,7 +169,7 @@ class Telemetry:
         steps, fused, answered, prompt, trained, met, missed = map(short, self._counted.rates)
         used = swap = slowdown = adapters = 0.0
         if stats is not None:
-            used = 1.0 - stats.free_pages / stats.pages if stats.pages else 0.0
+            used = stats.used_pages / max(stats.pages, 1)
             swap = stats.swap_pages_used / max(stats.swap_pages, 1)
             slowdown, adapters = stats.slowdown, stats.adapters
         return [

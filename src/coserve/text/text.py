@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class TokenBytes:
-    """Maps tokens to bytes. A token may be a part of a character."""
+    """Maps tokens, special ones included, to bytes. A token may be a part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -43,6 +43,10 @@ class TokenBytes:
         if self._has_bytes and (found := _BYTE.fullmatch(name)):
             return bytes.fromhex(found[1])
         return self._decoded(name).encode()
+
+    def text_of(self, token: int) -> str:
+        """A token's text, with backslash escapes (`\\xf0\\x9f`) for bytes that are no whole character."""
+        return self.bytes_of(token).decode(errors="backslashreplace")
 
     def _decoded(self, name: str) -> str:
         if self._decoder is None:
@@ -79,7 +83,7 @@ class Text:
         self.tokenizer = tokenizer
         self.allow_special_tokens = allow_special_tokens
         self.markups = Markups(tokenizer, tool_format)
-        self._token_bytes = TokenBytes(tokenizer)
+        self.tokens = TokenBytes(tokenizer)
         self.firsts = tuple(first_tokens(tokenizer))  # that stand before every text
 
     @classmethod
@@ -147,11 +151,3 @@ class Text:
             found.append(stream.length)
             stream.push(token)
         return found
-
-    def token_bytes(self, token: int) -> bytes:
-        """Bytes of a token, special tokens included; they may be part of a character only."""
-        return self._token_bytes.bytes_of(token)
-
-    def token_text(self, token: int) -> str:
-        """Text of a token, with backslash escapes (`\\xf0\\x9f`) for bytes that are no whole character."""
-        return self._token_bytes.bytes_of(token).decode(errors="backslashreplace")

@@ -42,7 +42,7 @@ def recognised(block: Block, windows: Sequence[tuple[Bypasses, Sequence[Tensor]]
     """The block's kernels, if they take windows back that have these bypasses, and these parameters that
     train in the block; else None. Requires a visit of the block."""
     layer = block.shortcut
-    if not isinstance(layer, NativeLayer) or layer.dtype is not _DTYPE or layer.native() is None:
+    if not isinstance(layer, NativeLayer) or layer.paths.dtype is not _DTYPE or layer.native() is None:
         return None
     return layer if all(_is_plain(block, layer.paths.linears, *window) for window in windows) else None
 
@@ -135,11 +135,13 @@ class _Products:
             of_x += ops.rms_norm_back(of_entering, self._x, *self._first)
 
     def _product(self, number: int, x: Tensor) -> Tensor:
-        return self._rows.linear(self._layer.paths.linears[number], self._layer.linears[number].placement, x)
+        return self._rows.linear(
+            self._layer.paths.linears[number], self._layer.parts.linears[number].placement, x
+        )
 
     def _back(self, number: int, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient for a linear's input x [1, rows, in], from that of its output."""
-        of_x = self._layer.linears[number].placement.backward(grad)
+        of_x = self._layer.parts.linears[number].placement.backward(grad)
         self._back_to_matrices(number, x, grad, of_x)
         return of_x
 

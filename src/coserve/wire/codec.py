@@ -1,21 +1,14 @@
 """Encodes and decodes messages. Each end decodes only the other's types."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
 from coserve.errors import RequestError
+from coserve.wire.control import to_plain
 from coserve.wire.messages import Answer, Command, SessionCommand
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):  # the read-only empty default of a frozen dataclass
-        return dict(value)
-    raise NotImplementedError(f"{type(value).__name__} does not go over the wire")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_plain)
 _commands = msgspec.msgpack.Decoder(tuple[Command, ...])
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

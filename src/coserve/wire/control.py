@@ -57,7 +57,7 @@ class Status(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def encode_line(message: Any) -> str:
     """A message or settings as one line of JSON, without the newline."""
-    return msgspec.json.encode(message, enc_hook=_plain).decode()
+    return msgspec.json.encode(message, enc_hook=to_plain).decode()
 
 
 def decode_line(line: str | bytes, kind: type[T]) -> T:
@@ -72,12 +72,13 @@ def decode_path(kind: type, value: Any) -> Any:
     """msgspec's decoding hook for paths."""
     if kind is Path and isinstance(value, str):
         return Path(value)
-    raise NotImplementedError(f"{kind.__name__} does not come from JSON")
+    raise NotImplementedError(f"{kind.__name__} does not come over the wire")
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """msgspec's encoding hook for paths and read-only mappings, the empty defaults of frozen dataclasses."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise NotImplementedError(f"{type(value).__name__} does not go into JSON")
+    raise NotImplementedError(f"{type(value).__name__} does not go over the wire")

@@ -567,6 +567,10 @@ class EngineStats(WireMessage, frozen=True):
     accepted_tokens: int = 0
     unreadable: str = ""  # why weights of a streamed or remote base are not there now; all work waits
 
+    @property
+    def used_pages(self) -> int:
+        return self.pages - self.free_pages
+
 
 class Report(WireMessage, frozen=True):
     """All outcomes of one step for the server."""

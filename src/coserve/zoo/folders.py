@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from coserve.errors import ZooError
 from coserve.zoo.disk import (
@@ -22,13 +22,15 @@ KEY: Final = re.compile(r"[0-9a-f]{64}")  # a SHA-256
 class ObjectFolder:
     """Files `ab/ab12….suffix`. What is stored is on disk by name after `sync`."""
 
-    def __init__(self, folder: Path, suffix: str = "") -> None:
-        self._folder, self._suffix = folder, suffix
+    suffix: ClassVar[str] = ""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._unsynced: set[Path] = set()
 
     def path(self, key: str) -> Path:
         """The file of a key. Raises ZooError where it or its folder is a symbolic link."""
-        path = self._folder / key[:2] / f"{key}{self._suffix}"
+        path = self._folder / key[:2] / f"{key}{self.suffix}"
         check_no_link(path.parent)
         check_no_link(path)
         return path
@@ -66,7 +68,7 @@ class ObjectFolder:
         """All complete files with their keys."""
         for file in self._entries():
             if not file.name.startswith("."):
-                yield file.name.removesuffix(self._suffix), file
+                yield file.name.removesuffix(self.suffix), file
 
     def all_keys(self) -> Iterator[str]:
         """Keys of all complete files."""
@@ -90,22 +92,19 @@ class ObjectFolder:
                     yield Path(entry.path)
 
 
-class FileObjects:
+class FileObjects(ObjectFolder):
     """Small files as they are: configurations, tokenizers, headers of weights."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = ObjectFolder(folder)
 
     def add(self, data: bytes) -> str:
         """Stores a file unless it is there, and returns its SHA-256."""
         key = hashlib.sha256(data).hexdigest()
-        if not self.folder.reuse(key):
-            write_file(self.folder.place(key), [data])
+        if not self.reuse(key):
+            write_file(self.place(key), [data])
         return key
 
     def read(self, key: str) -> bytes:
         """A file's contents. Raises ZooError where it is missing or damaged."""
-        data = read_file(self.folder.path(key))
+        data = read_file(self.path(key))
         if hashlib.sha256(data).hexdigest() != key:
-            raise ZooError(f"{self.folder.path(key)} is damaged: its contents are not those of its name")
+            raise ZooError(f"{self.path(key)} is damaged: its contents are not those of its name")
         return data

@@ -138,7 +138,7 @@ class Zoo:
             check_fits(one, self.applications())
             self.alternatives.write(one)
             return
-        self.files.folder.sync()
+        self.files.sync()
         write_manifest(self._manifest(one.name), one)
         sync_folder(self.folder / "applications")
 
@@ -181,14 +181,14 @@ class Zoo:
             left += unknown
             files = {key for one in applications.values() for key in one.file_keys()}
             digests = {one.digest for one in applications.values()}
-            doomed = [*self.tensors.folder.leftovers(), *self.files.folder.leftovers()]
+            doomed = [*self.tensors.leftovers(), *self.files.leftovers()]
             doomed += [
                 path for name in ("applications", "alternatives", "measured") for path in self._partials(name)
             ]
             if not left:
-                doomed += [path for key, path in self.tensors.folder.all_files() if key not in tensors]
+                doomed += [path for key, path in self.tensors.all_files() if key not in tensors]
             if not damaged.keys() & {*self.names()}:
-                doomed += [path for key, path in self.files.folder.all_files() if key not in files]
+                doomed += [path for key, path in self.files.all_files() if key not in files]
                 doomed += [path for path in self._measurements() if not set(path.stem.split("-")) <= digests]
             count = nbytes = 0
             for path in doomed:
@@ -212,7 +212,7 @@ class Zoo:
         files = {key for one in applications.values() for key in one.file_keys()}
         return (
             sum(map(self.tensors.nbytes, self.with_roots(tensors)))
-            + sum(map(self.files.folder.nbytes, files))
+            + sum(map(self.files.nbytes, files))
             + sum(self._manifest(name).lstat().st_size for name in applications)
         )
 
@@ -316,8 +316,8 @@ class Zoo:
 
     def _links(self) -> Iterator[Path]:
         """Symbolic links in the zoo."""
-        yield from self.tensors.folder.links()
-        yield from self.files.folder.links()
+        yield from self.tensors.links()
+        yield from self.files.links()
         for name in ("applications", "alternatives", "measured", "views"):
             yield from (Path(one.path) for one in folder_entries(self.folder / name) if one.is_symlink())
 

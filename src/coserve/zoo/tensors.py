@@ -8,7 +8,6 @@
 
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -30,7 +29,6 @@ _CHUNK: Final = 8 << 20  # bytes that are grouped together: a multiple of every 
 _LEVEL: Final = 3  # of zstd
 _DENSE: Final = "tensor"
 _DELTA: Final = "delta"
-_SUFFIX: Final = ".safetensors"
 
 
 def compress_delta(data: memoryview, parent: memoryview, item_bytes: int) -> bytes:
@@ -83,24 +81,23 @@ def tensor_id(tensor: StoredTensor) -> str:
     return digest.hexdigest()
 
 
-class TensorStore:
+class TensorStore(ObjectFolder):
     """The folder of all tensors."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = ObjectFolder(folder, _SUFFIX)
+    suffix = ".safetensors"
 
     def add(self, tensor: StoredTensor, parent: str | None = None) -> str:
         """Stores a tensor unless it is there, and returns its id. Where its difference from the tensor
         `parent` (of which that one's own parent is taken) is smaller than itself, that is stored. The name is
         on disk after `sync`."""
         key = tensor_id(tensor)
-        if self.folder.reuse(key):
+        if self.reuse(key):
             return key
         dense = {_DENSE: tensor}
         whole = header_of(dense, {})
         smaller = None if parent is None else self._delta(tensor, self.root_of(parent), len(whole))
         pieces: list[bytes | memoryview] = [whole, tensor.data] if smaller is None else smaller
-        write_file(self.folder.place(key), pieces)
+        write_file(self.place(key), pieces)
         return key
 
     def read(self, key: str) -> StoredTensor:
@@ -110,11 +107,11 @@ class TensorStore:
             return content.tensors[_DENSE]
         parent = self._open(self.root_of(key)).tensors.get(_DENSE)
         if parent is None:
-            raise ZooError(f"{self.folder.path(key)} is damaged: it is a difference from no dense tensor")
+            raise ZooError(f"{self.path(key)} is damaged: it is a difference from no dense tensor")
         try:
             data = restore_delta(content.tensors[_DELTA].data, parent.data, ITEM_BYTES[parent.dtype])
         except ValueError as error:
-            raise ZooError(f"{self.folder.path(key)} is damaged: {error}") from error
+            raise ZooError(f"{self.path(key)} is damaged: {error}") from error
         return StoredTensor(parent.dtype, parent.shape, data)
 
     def root_of(self, key: str) -> str:
@@ -125,31 +122,15 @@ class TensorStore:
             return key
         root = content.metadata.get("parent", "")
         if not KEY.fullmatch(root):
-            raise ZooError(f"{self.folder.path(key)} is damaged: {root[:80]!r} is no id of a tensor")
+            raise ZooError(f"{self.path(key)} is damaged: {root[:80]!r} is no id of a tensor")
         return root
-
-    def path(self, key: str) -> Path:
-        """The file of a tensor. Raises ZooError where it is a symbolic link."""
-        return self.folder.path(key)
-
-    def nbytes(self, key: str) -> int:
-        """Bytes of a tensor's file. Raises ZooError."""
-        return self.folder.nbytes(key)
 
     def checked(self, key: str) -> StoredTensor:
         """A tensor as `read` gives it, compared with its id. Raises ZooError where it is another."""
         tensor = self.read(key)
         if tensor_id(tensor) != key:
-            raise ZooError(f"{self.folder.path(key)} is damaged: its contents are not those of its name")
+            raise ZooError(f"{self.path(key)} is damaged: its contents are not those of its name")
         return tensor
-
-    def all_keys(self) -> Iterator[str]:
-        """Ids of all tensors that are there."""
-        return self.folder.all_keys()
-
-    def sync(self) -> None:
-        """Waits until the names of all tensors added so far are on disk."""
-        self.folder.sync()
 
     def _delta(self, tensor: StoredTensor, root: str, header: int) -> list[bytes | memoryview] | None:
         """The file of a tensor's difference from `root`; None where that is not possible, or no smaller than
@@ -165,7 +146,7 @@ class TensorStore:
         return [delta_header, packed]
 
     def _open(self, key: str) -> WeightFileContent:
-        path = self.folder.path(key)
+        path = self.path(key)
         if not path.exists():
             raise ZooError(f"the zoo lacks the tensor {key}")
         content = open_weight_file(path)

@@ -36,9 +36,9 @@ def main() -> None:
     mock.patch("coserve.worker.streams.ThreadPoolExecutor", HostThread).start()
     mock.patch("coserve.executors.local.ThreadPoolExecutor", HostThread).start()
     found = {}
-    for name, find in (("modules", lambda _: None), ("fused", load.find_fused_layers)):
+    for name, find in (("modules", lambda *_: None), ("fused", load.find_whole_layers)):
         for adapters in (0, 4):
-            with mock.patch.object(load, "find_fused_layers", find):
+            with mock.patch.object(load, "find_whole_layers", find):
                 counts = [counted(depth, adapters) for depth in DEPTHS]
             found[name, adapters] = layer = (counts[1] - counts[0]).total() / (DEPTHS[1] - DEPTHS[0])
             whole = counts[0].total() + 24 * layer

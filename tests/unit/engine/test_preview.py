@@ -100,7 +100,7 @@ def test_the_first_example_is_shown_as_it_is_rendered(engine: Engine, tmp_path: 
     assert text is not None
     found = look(engine, asked(put(tmp_path, DATA["supervised"][:1])))
     (example,) = engine.prepare(put(tmp_path, DATA["supervised"][:1])).examples
-    assert "".join(one.text for one in found.first) == "".join(map(text.token_text, example.tokens))
+    assert "".join(one.text for one in found.first) == "".join(map(text.tokens.text_of, example.tokens))
     assert [one.text for one in found.first if one.trained] == ["Hello there<|end|>"]
     assert [one.trained for one in found.first] == [False, True] and found.rejected == ()
     found = look(engine, asked(put(tmp_path, DATA["dpo"]), "dpo"))

@@ -9,7 +9,8 @@ from coserve.adapters.methods.ia3 import IA3Config
 from coserve.adapters.methods.ln_tuning import LNTuningConfig
 from coserve.kernels.native.build import kernels
 from coserve.model import fused_layer
-from coserve.model.fused_layer import FusedLayer, find_fused_layers
+from coserve.model.fused_layer import FusedLayer
+from coserve.model.layer_experiment import find_whole_layers
 from coserve.train.fresh import fresh_adapter
 from models import tiny
 
@@ -54,7 +55,7 @@ def test_answers_are_bit_for_bit_those_of_modules(monkeypatch: pytest.MonkeyPatc
     for block in chain:
         block.shortcut = None
     wanted = [answers(engine, *names) for names in groups]
-    find_fused_layers(engine.base)
+    find_whole_layers(engine.base, FusedLayer)
     assert all(isinstance(block.shortcut, FusedLayer) for block in chain)
     real = FusedLayer.attend
     monkeypatch.setattr(
@@ -78,11 +79,11 @@ def test_a_layer_that_computes_otherwise_keeps_its_modules(
         return (total + 1e-3, normed) if fault == "sum" else (total, normed * 1.001)
 
     monkeypatch.setattr(fused_layer.elementwise, "add_rms_norm", wrong)
-    find_fused_layers(engine.base)
+    find_whole_layers(engine.base, FusedLayer)
     assert all(block.shortcut is None for block in engine.base.chain)
 
 
 def test_layers_of_another_form_keep_their_modules() -> None:
     engine = engine_of("gemma2")  # norms behind its sublayers
-    find_fused_layers(engine.base)
+    find_whole_layers(engine.base, FusedLayer)
     assert all(block.shortcut is None for block in engine.base.chain)

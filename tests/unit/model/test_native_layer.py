@@ -30,8 +30,9 @@ from coserve.model import chain, native_layer
 from coserve.model.base import Base
 from coserve.model.batch import FusedRows
 from coserve.model.block import Block
+from coserve.model.layer_experiment import find_whole_layers
 from coserve.model.load import load_base
-from coserve.model.native_layer import find_native_layers
+from coserve.model.native_layer import NativeLayer
 from coserve.model.placement import place_locally
 from coserve.worker.inference import InferenceBatch
 from models import PANELS, tiny
@@ -514,7 +515,7 @@ def test_a_layer_that_does_something_else_is_not_recognised(change: str) -> None
     else:
         own = block._forward
         block._forward = lambda hidden, *args, **kwargs: own(hidden, *args, **kwargs) + hidden
-    find_native_layers(base)
+    find_whole_layers(base, NativeLayer)
     assert block.shortcut is None
     assert base.chain.blocks[1].shortcut is not None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from coserve.metrics import Metrics, MirroredCounter
+from coserve.metrics import Metrics
 
 DOCS = Path(__file__).parents[3] / "docs"
 _OF_SCRAPES = {"job", "instance", "le"}  # labels that Prometheus adds, and that of buckets
@@ -15,13 +15,12 @@ _OF_SCRAPES = {"job", "instance", "le"}  # labels that Prometheus adds, and that
 def metrics() -> dict[str, set[str]]:
     """The names of all samples of a scrape, with their labels."""
     found: dict[str, set[str]] = {}
-    for one in vars(Metrics()).values():
-        metric = one._counter if isinstance(one, MirroredCounter) else one
-        if isinstance(metric, MetricWrapperBase):
-            suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-            for suffix in suffixes.get(metric._type, ("",)):
-                labels = {f"exported_{name}" if name == "job" else name for name in metric._labelnames}
-                found[metric._name + suffix] = labels
+    for metric in Metrics().registry._collector_to_names:
+        assert isinstance(metric, MetricWrapperBase)
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+        for suffix in suffixes.get(metric._type, ("",)):
+            labels = {f"exported_{name}" if name == "job" else name for name in metric._labelnames}
+            found[metric._name + suffix] = labels
     return found
 
 

@@ -95,13 +95,13 @@ def test_the_bytes_of_all_tokens_joined_are_the_text() -> None:
     tokenizer, said = byte_level(bos=False), "hello Köln, 🎉 there\n\t"
     text = Text(tokenizer)
     tokens = text.encode(said)
-    assert b"".join(map(text.token_bytes, tokens)).decode() == said == text.decode(tokens)
+    assert b"".join(map(text.tokens.bytes_of, tokens)).decode() == said == text.decode(tokens)
     rocket = text.encode("🚀")
-    assert len(rocket) == 4 and [text.token_bytes(token) for token in rocket] == [
+    assert len(rocket) == 4 and [text.tokens.bytes_of(token) for token in rocket] == [
         bytes([byte]) for byte in "🚀".encode()
     ]
-    assert text.token_text(rocket[0]) == "\\xf0"
-    assert text.token_text(text.encode(" hello")[0])[0] == " "
+    assert text.tokens.text_of(rocket[0]) == "\\xf0"
+    assert text.tokens.text_of(text.encode(" hello")[0])[0] == " "
 
 
 def test_the_letters_of_bytes_are_those_of_byte_level_vocabularies() -> None:
@@ -112,16 +112,16 @@ def test_the_letters_of_bytes_are_those_of_byte_level_vocabularies() -> None:
 
 def test_special_and_unknown_tokens_have_pieces_too() -> None:
     text = Text(byte_level())
-    assert text.token_text(0) == "<s>" and text.decode([0, *text.encode("hi")]) == "hi"
-    assert text.token_text(10**6) == "" and text.token_bytes(10**6) == b""
+    assert text.tokens.text_of(0) == "<s>" and text.decode([0, *text.encode("hi")]) == "hi"
+    assert text.tokens.text_of(10**6) == "" and text.tokens.bytes_of(10**6) == b""
 
 
 def test_sentence_pieces_have_their_spaces_and_bytes() -> None:
     tokenizer = sentence_pieces()
     text, id_of = Text(tokenizer), tokenizer.get_vocab()
-    assert text.token_text(id_of["▁hi"]) == " hi" and text.token_text(id_of["h"]) == "h"
-    assert text.token_bytes(id_of["<0xF0>"]) == b"\xf0"
-    assert text.token_text(id_of["<s>"]) == "<s>"
+    assert text.tokens.text_of(id_of["▁hi"]) == " hi" and text.tokens.text_of(id_of["h"]) == "h"
+    assert text.tokens.bytes_of(id_of["<0xF0>"]) == b"\xf0"
+    assert text.tokens.text_of(id_of["<s>"]) == "<s>"
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_places_of_tokens_are_those_of_their_characters() -> None:
     tokens = (0, *text.encode("aé🚀 b"))
     found = text.starts(tokens)
     for token, start in zip(tokens, found, strict=True):
-        piece = text.token_bytes(token)
+        piece = text.tokens.bytes_of(token)
         assert token < 2 or piece in "aé🚀 b"[start:].encode()[: len(piece) + 3]
     assert found == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4]
 
 
 def test_without_a_decoder_a_token_is_its_name() -> None:
     plain = Tokenizer(models.WordLevel({"?": 0, "word": 1}, unk_token="?"))
-    assert Text(PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="?")).token_text(1) == "word"
+    assert Text(PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="?")).tokens.text_of(1) == "word"
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -193,11 +193,11 @@ text = Text.load({str(tmp_path)!r})
 stream = text.stream(["x"])
 tokens = text.chat([{{"role": "user", "content": "hi"}}])
 said = "".join(map(stream.push, tokens)) + stream.finish()
-print(*tokens, *text.encode("hello"), text.token_text(5), said.strip(), "torch" in sys.modules)
+print(*tokens, *text.encode("hello"), text.tokens.text_of(5), said.strip(), "torch" in sys.modules)
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     text = Text(made)
     tokens = text.chat([{"role": "user", "content": "hi"}])
     said = text.decode(tokens).strip()
-    expected = [*tokens, *text.encode("hello"), text.token_text(5), said, False]
+    expected = [*tokens, *text.encode("hello"), text.tokens.text_of(5), said, False]
     assert out.stdout.split() == " ".join(map(str, expected)).split()

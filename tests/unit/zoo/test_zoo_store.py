@@ -85,7 +85,7 @@ def test_a_missing_parent_of_a_difference_is_named(zoo: Zoo) -> None:
 
 
 def test_a_damaged_file_is_named(zoo: Zoo, tmp_path: Path) -> None:
-    path = zoo.files.folder.path(zoo.application("base").files["config.json"])
+    path = zoo.files.path(zoo.application("base").files["config.json"])
     path.write_text("{}")
     assert any(str(path) in one for one in zoo.verify())
     with pytest.raises(ZooError, match="damaged"):
@@ -129,7 +129,7 @@ def test_a_parent_stays_while_it_is_needed(zoo: Zoo) -> None:
     zoo.remove("tuned")
     zoo.remove("base")
     zoo.gc()
-    assert not list(zoo.tensors.all_keys()) and not list(zoo.files.folder.all_keys())
+    assert not list(zoo.tensors.all_keys()) and not list(zoo.files.all_keys())
     with pytest.raises(ZooError, match="it has nothing"):
         zoo.application("base")
 

@@ -5,50 +5,58 @@ A reply may have millions of them, so they are written as they are: objects for 
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, wraps
+from typing import Final, ParamSpec
 
 import msgspec
 
 from coserve.serve.http.json_replies import WrittenJson
 from coserve.text import Text
+from coserve.text.text import TokenBytes
 from coserve.wire.scores import ABSENT, Scores, numbers
 
 LOWEST: Final = -9999.0  # what OpenAI says for "very unlikely"; JSON has no infinity
 _KNOWN: Final = 1 << 15  # tokens whose spelling is kept: 8 MB
+P = ParamSpec("P")
 _AT_ONCE: Final = 64  # tokens in one part of the JSON: 1,300 alternatives, 1 ms
+
+
+class _Spellings:
+    """Tokens' texts as JSON: a string, and the beginning of OpenAI's object for a token."""
+
+    def __init__(self, tokens: TokenBytes) -> None:
+        self._tokens = tokens
+        self.name = lru_cache(_KNOWN)(self._name)
+        self.object = lru_cache(_KNOWN)(self._object)
+
+    def _name(self, token: int) -> str:
+        return json.dumps(self._tokens.text_of(token))
+
+    def _object(self, token: int) -> str:
+        bytes_of = json.dumps(list(self._tokens.bytes_of(token)), separators=(",", ":"))
+        return f'{{"token":{self.name(token)},"bytes":{bytes_of},"logprob":'
+
+
+def _as_json(write: Callable[P, Iterator[bytes]]) -> Callable[P, WrittenJson]:
+    """Has a method give its pieces as what stands as it is in a reply."""
+
+    @wraps(write)
+    def written(*args: P.args, **kwargs: P.kwargs) -> WrittenJson:
+        return WrittenJson(write(*args, **kwargs))
+
+    return written
 
 
 class LogprobWriter:
     """Writes the log-probabilities of one model's tokens. Thread-safe."""
 
     def __init__(self, text: Text) -> None:
-        self._text = text
-        self._name = lru_cache(_KNOWN)(self._spelled_name)
-        self._object = lru_cache(_KNOWN)(self._spelled_object)
+        self._spelled = _Spellings(text.tokens)
 
-    def chat(self, tokens: Sequence[int], scores: Scores) -> WrittenJson:
-        """`ChatLogprobs`: an object for each token, with the likeliest ones in its place."""
-        return WrittenJson(self._chat(tokens, scores))
-
-    def completion(
-        self,
-        tokens: Sequence[int],
-        starts: Sequence[int],
-        scores: Scores,
-        alternatives: int,
-        is_first: bool = False,
-    ) -> WrittenJson:
-        """`CompletionLogprobs`: parallel lists. Where `is_first`, the first token has no log-probabilities,
-        as nothing is before it, and `scores` are those of the others."""
-        return WrittenJson(self._completion(tokens, starts, scores, alternatives, is_first))
-
-    def prompt(self, tokens: Sequence[int], scores: Scores) -> WrittenJson:
+    @_as_json
+    def prompt(self, tokens: Sequence[int], scores: Scores) -> Iterator[bytes]:
         """vLLM's `prompt_logprobs`: for each token but the first, which has none, an object by token id."""
-        return WrittenJson(self._prompt(tokens, scores))
-
-    def _prompt(self, tokens: Sequence[int], scores: Scores) -> Iterator[bytes]:
         yield b"[null"
         for at in range(1, len(tokens), _AT_ONCE):
             some = tokens[at : at + _AT_ONCE]
@@ -62,7 +70,7 @@ class LogprobWriter:
         }
         told = {token: (chosen, "null")} | ranked
         entries = [
-            f'"{id}":{{"logprob":{logprob},"rank":{rank},"decoded_token":{self._name(id)}}}'
+            f'"{id}":{{"logprob":{logprob},"rank":{rank},"decoded_token":{self._spelled.name(id)}}}'
             for id, (logprob, rank) in told.items()
         ]
         return f"{{{','.join(entries)}}}"
@@ -75,22 +83,32 @@ class LogprobWriter:
             made = ",".join([self._chat_token(*row) for row in rows])
             yield (f",{made}" if at else made).encode()
 
-    def _chat(self, tokens: Sequence[int], scores: Scores) -> Iterator[bytes]:
+    @_as_json
+    def chat(self, tokens: Sequence[int], scores: Scores) -> Iterator[bytes]:
+        """`ChatLogprobs`: an object for each token, with the likeliest ones in its place."""
         yield b'{"content":['
         yield from self.listed(tokens, scores)
         yield b'],"refusal":null}'
 
     def _chat_token(self, token: int, chosen: str, ids: Sequence[int], top: Sequence[str]) -> str:
-        write = self._object
+        write = self._spelled.object
         likeliest = ",".join([f"{write(id)}{logprob}}}" for id, logprob in zip(ids, top, strict=True)])
         return f'{write(token)}{chosen},"top_logprobs":[{likeliest}]}}'
 
-    def _completion(
-        self, tokens: Sequence[int], starts: Sequence[int], scores: Scores, alternatives: int, is_first: bool
+    @_as_json
+    def completion(
+        self,
+        tokens: Sequence[int],
+        starts: Sequence[int],
+        scores: Scores,
+        alternatives: int,
+        is_first: bool = False,
     ) -> Iterator[bytes]:
+        """`CompletionLogprobs`: parallel lists. Where `is_first`, the first token has no log-probabilities,
+        as nothing is before it, and `scores` are those of the others."""
         yield b'{"tokens":['
         for at in range(0, len(tokens), _AT_ONCE):
-            names = ",".join(map(self._name, tokens[at : at + _AT_ONCE]))
+            names = ",".join(map(self._spelled.name, tokens[at : at + _AT_ONCE]))
             yield (f",{names}" if at else names).encode()
         yield b'],"token_logprobs":['
         first = ["null"] if is_first and tokens else []
@@ -113,16 +131,9 @@ class LogprobWriter:
     def _likeliest(self, token: int, chosen: str, ids: Sequence[int], top: Sequence[str]) -> str:
         """The likeliest tokens, and the chosen one if it is not among them. Of several with one spelling, the
         likeliest counts."""
-        names = [self._name(id) for id in reversed(ids)]
-        pairs = {self._name(token): chosen, **dict(zip(names, reversed(top), strict=True))}
+        names = [self._spelled.name(id) for id in reversed(ids)]
+        pairs = {self._spelled.name(token): chosen, **dict(zip(names, reversed(top), strict=True))}
         return f"{{{','.join([f'{name}:{logprob}' for name, logprob in pairs.items()])}}}"
-
-    def _spelled_name(self, token: int) -> str:
-        return json.dumps(self._text.token_text(token))
-
-    def _spelled_object(self, token: int) -> str:
-        bytes_of = json.dumps(list(self._text.token_bytes(token)), separators=(",", ":"))
-        return f'{{"token":{self._spelled_name(token)},"bytes":{bytes_of},"logprob":'
 
 
 def _columns(scores: Scores) -> tuple[Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[str]]]:

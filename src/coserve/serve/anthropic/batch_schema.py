@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from coserve.serve.answering.cost import LONGEST_NAME
 from coserve.serve.batches.lines import MOST_LINES
 from coserve.serve.errors import ApiError
-from coserve.serve.schema.common import Ignored, RequestBody
+from coserve.serve.schema.common import IdPage, Ignored, RequestBody
 
 MOST_PAGED: Final = 100  # items of one page; a client that asks for more goes on with the next
 Cursor = Annotated[str | None, Query(max_length=LONGEST_NAME, description="An end of the page before.")]
@@ -79,11 +79,8 @@ class MessageBatchObject(BaseModel):
     results_url: str | None = Field(description="Where the results are, once the batch has ended.")
 
 
-class MessageBatchList(BaseModel):
+class MessageBatchList(IdPage):
     data: list[MessageBatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class MessageBatchDeleted(BaseModel):
@@ -103,11 +100,8 @@ class ModelInfo(BaseModel):
     max_tokens: int | None = Field(description="The same: an answer takes what the prompt leaves.")
 
 
-class ModelInfos(BaseModel):
+class ModelInfos(IdPage):
     data: list[ModelInfo]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 def told_time(seconds: int) -> str:

@@ -81,8 +81,7 @@ async def list_message_batches(
         raise no_such_cursor(at)
     records = page.records[::-1] if is_backwards else page.records
     data = [await _shown(request, state, batch) for batch in records]
-    ends = (data[0].id, data[-1].id) if data else (None, None)
-    return MessageBatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=page.has_more)
+    return MessageBatchList.of(data, page.has_more)
 
 
 @router.get("/{batch_id}", responses=_RESPONSES, summary="Retrieve a batch of messages")

@@ -62,8 +62,7 @@ async def list_models(
     most = min(limit, MOST_PAGED)
     page = models[-most:] if is_backwards else models[:most]
     shown = [_described(state, model) for model in page]
-    ends = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return ModelInfos(data=shown, first_id=ends[0], last_id=ends[1], has_more=len(page) < len(models))
+    return ModelInfos.of(shown, has_more=len(page) < len(models))
 
 
 @router.get("/v1/models/{model:path}")

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 from coserve.serve.answering.cost import LONGEST_NAME
 from coserve.serve.evals.entries import MOST_ITEMS
 from coserve.serve.schema.chat import ResponseFormat
-from coserve.serve.schema.common import JsonObject, Metadata, MostBytes, RequestBody
+from coserve.serve.schema.common import JsonObject, ListPage, Metadata, MostBytes, RequestBody
 from coserve.serve.schema.graders import Item
 from coserve.serve.schema.jobs import FileId, Settings
 
@@ -159,11 +159,5 @@ class EvalItemObject(BaseModel):
     sample: JsonObject
 
 
-class EvalPage(BaseModel):
+class EvalPage(ListPage):
     """A page of evals, runs or outcomes."""
-
-    object: Literal["list"] = "list"
-    data: list[Any]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool

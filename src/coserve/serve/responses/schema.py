@@ -24,6 +24,7 @@ from coserve.serve.schema.common import (
     Alternatives,
     Ignored,
     JsonObject,
+    ListPage,
     Metadata,
     RequestBody,
     StreamOptions,
@@ -539,12 +540,8 @@ class ResponseObject(BaseModel):
     usage: ResponseUsage | None
 
 
-class ItemList(BaseModel):
-    object: Literal["list"] = "list"
+class ItemList(ListPage):
     data: list[JsonObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class CompactedObject(BaseModel):

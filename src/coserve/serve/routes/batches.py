@@ -67,9 +67,7 @@ async def list_batches(
     page = await state.store.batches.page(caller.id, after, limit)
     if page is None:
         raise unknown_cursor(after)
-    ends = (page.records[0].id, page.records[-1].id) if page.records else (None, None)
-    data = [_shown(runner, batch) for batch in page.records]
-    return BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=page.has_more)
+    return BatchList.of([_shown(runner, batch) for batch in page.records], page.has_more)
 
 
 @router.get("/{batch_id}", responses=error_responses(404), summary="Retrieve a batch")

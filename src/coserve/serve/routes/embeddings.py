@@ -4,12 +4,13 @@ from array import array
 from base64 import b64encode
 from collections.abc import Iterator
 from math import hypot
-from typing import Final
+from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
 
 from coserve.core.request import SamplingParams
-from coserve.serve.answering.cost import MOST_PROMPTS, RequestSize
+from coserve.serve.answering.cost import LONGEST_NAME, MOST_PROMPTS, RequestSize
 from coserve.serve.answering.embedding import embed
 from coserve.serve.answering.replies import version_header
 from coserve.serve.answering.request_builder import RequestBuilder
@@ -18,10 +19,61 @@ from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.json_replies import WrittenJson, json_reply, written_later
 from coserve.serve.http.streams import ClientGone, unless_gone
-from coserve.serve.schema.common import JsonObject
-from coserve.serve.schema.embeddings import EmbeddingList, EmbeddingRequest
+from coserve.serve.schema.common import JsonObject, RequestBody, Words
+from coserve.serve.schema.completions import TokenPrompt
 from coserve.serve.state import Shared, State
 from coserve.wire.scores import little, numbers
+
+MOST_INPUTS = 2048  # texts of one request, as OpenAI has it
+MOST_WIDTH = 1 << 20
+
+
+class EmbeddingRequest(RequestBody):
+    """Text, or token ids, to be embedded; or several of either. `normalize` is vLLM's, the rest OpenAI's."""
+
+    model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
+    input: (
+        Words
+        | Annotated[list[Words], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS)]
+        | TokenPrompt
+        | Annotated[list[TokenPrompt], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS)]
+    )
+    dimensions: int | None = Field(
+        None, ge=1, le=MOST_WIDTH, description="Keeps the first numbers of each; all unless given."
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64 is float32, little-endian."
+    )
+    normalize: bool | None = Field(None, description="Whether each has the length 1; true.")
+    user: str | None = Field(None, max_length=4096, description="Accepted, not used.")
+
+    @property
+    def inputs(self) -> list[str] | list[list[int]]:
+        """One or more inputs, all of one kind."""
+        if isinstance(self.input, str):
+            return [self.input]
+        return [self.input] if isinstance(self.input[0], int) else self.input
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    """Embeddings in the order of the inputs."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
 
 router = APIRouter(route_class=JsonRoute, tags=["Answers"])
 EMBEDDINGS: Final = "/v1/embeddings"

@@ -9,7 +9,7 @@ from coserve.serve.errors import error_responses, not_found
 from coserve.serve.http.auth import Caller
 from coserve.serve.http.json_bodies import JsonRoute
 from coserve.serve.http.pages import unknown_cursor
-from coserve.serve.schema.common import RequestBody
+from coserve.serve.schema.common import ListPage, RequestBody
 from coserve.serve.schema.jobs import FileId
 from coserve.serve.state import Shared, State
 from coserve.serve.store.permissions import MOST_PERMISSIONS
@@ -33,12 +33,8 @@ class PermissionObject(BaseModel):
     project_id: str
 
 
-class PermissionList(BaseModel):
-    object: Literal["list"] = "list"
+class PermissionList(ListPage):
     data: list[PermissionObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class PermissionDeleted(BaseModel):
@@ -100,5 +96,4 @@ async def _own(state: State, tenant: Tenant, name: str) -> None:
 
 def _listed(found: list[CheckpointPermission], has_more: bool) -> PermissionList:
     data = [PermissionObject(id=one.id, created_at=one.created, project_id=one.project) for one in found]
-    ends = (data[0].id, data[-1].id) if data else (None, None)
-    return PermissionList(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)
+    return PermissionList.of(data, has_more)

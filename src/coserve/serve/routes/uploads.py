@@ -6,9 +6,10 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
 
 from coserve.serve.errors import ApiError, error_responses, not_found
 from coserve.serve.http.auth import Caller
@@ -17,20 +18,58 @@ from coserve.serve.http.quotas import DISK_RESERVE
 from coserve.serve.http.uploads import Upload
 from coserve.serve.offload import TenantTurns
 from coserve.serve.routes.files import described_file, shown_file, surveyed
-from coserve.serve.schema.uploads import (
-    MOST_UPLOAD_PARTS,
-    PART,
-    CompleteUploadRequest,
-    UploadObject,
-    UploadPartObject,
-    UploadRequest,
-)
+from coserve.serve.schema.batches import OutputExpiresAfter
+from coserve.serve.schema.common import RequestBody
+from coserve.serve.schema.files import BINARY, FileObject, form_of
 from coserve.serve.state import Shared, State
 from coserve.serve.store.durable import partial_of, settle
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import File, Tenant, UploadRecord
 
+MOST_UPLOAD_PARTS: Final = 1024
+LONGEST_FILENAME: Final = 255
+_MOST_BYTES: Final = 1 << 40  # the server's `max_file_bytes` bounds them further
+PartId = Annotated[str, Field(pattern=r"^part_[A-Za-z0-9]{24}$")]
+
+
+class UploadRequest(RequestBody):
+    """A file that comes in parts."""
+
+    filename: str = Field(min_length=1, max_length=LONGEST_FILENAME)
+    purpose: Literal["fine-tune", "batch"]
+    bytes: int = Field(ge=1, le=_MOST_BYTES, description="Of all parts together.")
+    mime_type: str = Field(max_length=LONGEST_FILENAME, description="Accepted, not used.")
+    expires_after: OutputExpiresAfter | None = Field(None, description="As of a file.")
+
+
+class CompleteUploadRequest(RequestBody):
+    part_ids: Annotated[list[PartId], Field(fail_fast=True, min_length=1, max_length=MOST_UPLOAD_PARTS)]
+    md5: str | None = Field(None, pattern=r"^[0-9a-fA-F]{32}$", description="Of the whole file.")
+
+
+class UploadObject(BaseModel):
+    """An upload of the caller's."""
+
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["pending", "completed", "cancelled", "expired"]
+    file: FileObject | None = None
+
+
+class UploadPartObject(BaseModel):
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int
+    upload_id: str
+
+
 router = APIRouter(prefix="/v1/uploads", route_class=JsonRoute, tags=["Files"])
+PART: Final = form_of(["data"], {"data": BINARY})
 LARGEST_PART: Final = 64 << 20  # bytes, as OpenAI has it
 _SECONDS: Final = 3600  # that an upload may take
 _PIECE: Final = 1 << 20

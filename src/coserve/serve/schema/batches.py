@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from coserve.serve.schema.common import Metadata, RequestBody
+from coserve.serve.schema.common import ListPage, Metadata, RequestBody
 from coserve.serve.schema.files import LEAST_LIFE, LONGEST_LIFE
 from coserve.serve.schema.jobs import LONGEST_ID
 
@@ -63,9 +63,5 @@ class BatchObject(BaseModel):
     metadata: dict[str, str] | None
 
 
-class BatchList(BaseModel):
-    object: Literal["list"] = "list"
+class BatchList(ListPage):
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool

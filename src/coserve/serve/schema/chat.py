@@ -28,16 +28,17 @@ from coserve.serve.schema.common import (
     Alternatives,
     FinishName,
     Ignored,
+    ListPage,
     Metadata,
     MostBytes,
     RequestBody,
     Schema,
+    StructuredGeneration,
     Tier,
     Usage,
     Words,
     at_most,
 )
-from coserve.serve.schema.structured import StructuredGeneration
 from coserve.serve.schema.tools import (
     AllowedToolChoice,
     CallId,
@@ -308,21 +309,13 @@ class CompletionDeleted(BaseModel):
     deleted: bool = True
 
 
-class CompletionList(BaseModel):
+class CompletionList(ListPage):
     """Stored completions."""
 
-    object: Literal["list"] = "list"
     data: list[ChatCompletion]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
-class StoredMessages(BaseModel):
+class StoredMessages(ListPage):
     """Messages that a stored completion answers, each with an id."""
 
-    object: Literal["list"] = "list"
     data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool

@@ -11,12 +11,12 @@ from coserve.serve.schema.common import (
     Alternatives,
     Choices,
     FinishName,
+    StructuredGeneration,
     Tier,
     TokenId,
     Usage,
     Words,
 )
-from coserve.serve.schema.structured import StructuredGeneration
 
 DEFAULT_MAX_TOKENS = 16
 _HELLO: Any = {"model": "coserve-tiny", "prompt": "Once upon a time", "max_tokens": 16}

@@ -4,6 +4,8 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field
 
+from coserve.serve.schema.common import ListPage
+
 LEAST_LIFE: Final = 3600  # seconds after which a file may expire
 LONGEST_LIFE: Final = 2_592_000
 Purpose = Literal["fine-tune", "evals", "fine-tune-results", "batch", "batch_output"]
@@ -29,12 +31,8 @@ class FileObject(BaseModel):
     )
 
 
-class FileList(BaseModel):
-    object: Literal["list"] = "list"
+class FileList(ListPage):
     data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class FileDeleted(BaseModel):
@@ -43,33 +41,20 @@ class FileDeleted(BaseModel):
     deleted: bool = True
 
 
-# The form in the OpenAPI document, which FastAPI would describe if it parsed it.
-UPLOAD: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "purpose"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": ["fine-tune", "batch", "evals"]},
-                        "expires_after": {
-                            "type": "object",
-                            "required": ["anchor", "seconds"],
-                            "properties": {
-                                "anchor": {"type": "string", "enum": ["created_at"]},
-                                "seconds": {
-                                    "type": "integer",
-                                    "minimum": LEAST_LIFE,
-                                    "maximum": LONGEST_LIFE,
-                                },
-                            },
-                        },
-                    },
-                }
-            }
-        },
-    }
-}
+def form_of(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
+    """A form in the OpenAPI document, which FastAPI would describe if it parsed it."""
+    schema = {"type": "object", "required": required, "properties": properties}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+
+
+BINARY: Final = {"type": "string", "format": "binary"}
+_SECONDS: Final = {"type": "integer", "minimum": LEAST_LIFE, "maximum": LONGEST_LIFE}
+_LIFE: Final = {"anchor": {"type": "string", "enum": ["created_at"]}, "seconds": _SECONDS}
+UPLOAD: Final = form_of(
+    ["file", "purpose"],
+    {
+        "file": BINARY,
+        "purpose": {"type": "string", "enum": ["fine-tune", "batch", "evals"]},
+        "expires_after": {"type": "object", "required": ["anchor", "seconds"], "properties": _LIFE},
+    },
+)

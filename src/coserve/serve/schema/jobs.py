@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from coserve.serve.answering.cost import LONGEST_NAME
 from coserve.serve.schema.chat import JsonSchemaFormat
-from coserve.serve.schema.common import Metadata, MostBytes, RequestBody
+from coserve.serve.schema.common import ListPage, Metadata, MostBytes, RequestBody
 from coserve.train.lengths import TooLong
 from coserve.train.objectives import MOST_TOP_K, NllOn, PolicyLoss, ScaleRewards
 
@@ -592,12 +592,8 @@ class CheckpointObject(BaseModel):
     step_number: int
 
 
-class CheckpointList(BaseModel):
-    object: Literal["list"] = "list"
+class CheckpointList(ListPage):
     data: list[CheckpointObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 def _unknown(name: str, known: list[str], elsewhere: dict[str, str]) -> PydanticCustomError:

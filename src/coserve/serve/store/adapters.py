@@ -15,7 +15,7 @@ from coserve.errors import ConflictError
 from coserve.serve.artifacts.local import ArtifactStore
 from coserve.serve.store.audit import note_action
 from coserve.serve.store.creations import CreationStore, Note
-from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.database import Database, page_of, reads, writes
 from coserve.serve.store.durable import RESUMING
 from coserve.serve.store.quotas import Quotas, bytes_in
 from coserve.serve.store.records import Adapter, CheckpointRecord, JobRecord, Page
@@ -60,41 +60,34 @@ class AdapterStore:
         """The tenant's and the shared adapters of a base, the oldest first, without checkpoints."""
         return await self._all(_visible(tenant, base))
 
-    async def page(
-        self, tenant: str, bases: Sequence[str], after: str | None, limit: int
+    @reads
+    def page(
+        self, session: Session, tenant: str, bases: Sequence[str], after: str | None, limit: int
     ) -> Page[Adapter] | None:
         """The tenant's and the shared adapters of these bases after the one named `after`, the newest first,
         without checkpoints; None if there is none of that name."""
         wanted = (Adapter.base.in_(bases), or_(Adapter.tenant == tenant, Adapter.tenant.is_(None)))
-
-        def read(session: Session) -> Page[Adapter] | None:
-            id = after and session.scalar(
-                select(Adapter.id).where(*wanted, Adapter.name == after).order_by(Adapter.tenant.is_(None))
-            )
-            return None if after and id is None else page_of(session, Adapter, wanted, id, limit)
-
-        return await self._database.read(read)
+        id = after and session.scalar(
+            select(Adapter.id).where(*wanted, Adapter.name == after).order_by(Adapter.tenant.is_(None))
+        )
+        return None if after and id is None else page_of(session, Adapter, wanted, id, limit)
 
     async def pinned(self, base: str) -> tuple[Adapter, ...]:
         """Pinned adapters of a base, of all tenants."""
         return await self._all(and_(Adapter.pinned, Adapter.base == base))
 
-    async def find(self, tenant: str, name: str, base: str) -> Adapter | None:
+    @reads
+    def find(self, session: Session, tenant: str, name: str, base: str) -> Adapter | None:
         """The tenant's adapter or checkpoint `name` of a base; own ones take precedence over shared ones."""
         wanted = {"tenant": tenant, "name": name, "base": base}
-        return await self._database.read(
-            lambda session: (
-                session.scalar(_NAMED, wanted) or checkpoint_named(session, _NAMED_CHECKPOINT, wanted)
-            )
-        )
+        return session.scalar(_NAMED, wanted) or checkpoint_named(session, _NAMED_CHECKPOINT, wanted)
 
-    async def get(self, id: str) -> Adapter | None:
+    @reads
+    def get(self, session: Session, id: str) -> Adapter | None:
         """The adapter or checkpoint with this id, of any tenant."""
         adapter = select(Adapter).where(Adapter.id == id)
         checkpoint = _CHECKPOINTS.where(CheckpointRecord.id == id)
-        return await self._database.read(
-            lambda session: session.scalar(adapter) or checkpoint_named(session, checkpoint)
-        )
+        return session.scalar(adapter) or checkpoint_named(session, checkpoint)
 
     async def add(self, adapter: Adapter) -> bool:
         """Adds an uploaded adapter whose folder is on disk; False if the tenant has one of that name, for any
@@ -130,16 +123,13 @@ class AdapterStore:
         )
         return True
 
-    async def share(self, shared: Sequence[Adapter]) -> None:
+    @writes
+    def share(self, session: Session, shared: Sequence[Adapter]) -> None:
         """Replaces the set of shared adapters."""
         ids = [adapter.id for adapter in shared]
-
-        def write(session: Session) -> None:
-            session.execute(delete(Adapter).where(Adapter.tenant.is_(None), Adapter.id.not_in(ids)))
-            for adapter in shared:
-                add_adapter(session, adapter)
-
-        await self._database.write(write)
+        session.execute(delete(Adapter).where(Adapter.tenant.is_(None), Adapter.id.not_in(ids)))
+        for adapter in shared:
+            add_adapter(session, adapter)
 
     async def sweep(self) -> None:
         """Removes folders without an adapter, left by imports of a killed server, and counts the bytes of
@@ -159,29 +149,27 @@ class AdapterStore:
         for row in (*adapters, *checkpoints):
             row.bytes = bytes_in(self._folder / row.path, RESUMING)
 
-    async def remove(self, tenant: str, name: str) -> Adapter | None:
+    @writes
+    def remove(self, session: Session, tenant: str, name: str) -> Adapter | None:
         """Removes the tenant's own adapter `name` and returns it; None if there is none.
 
         The caller deletes its folder, if that is in the state folder. Raises ConflictError while an
         unfinished job starts from it or learns from it.
         """
-        return await self._database.write(lambda session: _remove(session, tenant, name))
+        return _remove(session, tenant, name)
 
-    async def pin(self, id: str, pinned: bool) -> None:
+    @writes
+    def pin(self, session: Session, id: str, pinned: bool) -> None:
         """Stores whether an adapter is pinned."""
+        found = session.scalar(select(Adapter).where(Adapter.id == id))
+        if found is not None and found.pinned != pinned:
+            found.pinned = pinned
+            action = "adapter.pinned" if pinned else "adapter.unpinned"
+            note_action(session, int(time.time()), action, found.name, found.tenant or "", id)
 
-        def write(session: Session) -> None:
-            found = session.scalar(select(Adapter).where(Adapter.id == id))
-            if found is not None and found.pinned != pinned:
-                found.pinned = pinned
-                action = "adapter.pinned" if pinned else "adapter.unpinned"
-                note_action(session, int(time.time()), action, found.name, found.tenant or "", id)
-
-        await self._database.write(write)
-
-    async def _all(self, wanted: ColumnElement[bool]) -> tuple[Adapter, ...]:
-        found = select(Adapter).where(wanted).order_by(Adapter.number)
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
+    @reads
+    def _all(self, session: Session, wanted: ColumnElement[bool]) -> tuple[Adapter, ...]:
+        return tuple(session.scalars(select(Adapter).where(wanted).order_by(Adapter.number)))
 
 
 def add_adapter(session: Session, adapter: Adapter) -> bool:

@@ -7,7 +7,7 @@ from typing import Final
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, writes
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import AuditRecord
 from coserve.wire.logs import context
@@ -25,14 +25,19 @@ class AuditStore:
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database, self._clock = database, clock
 
-    async def note(
-        self, action: str, subject: str, tenant: str = "", details: str = "", actor: str = ""
+    @writes
+    def note(
+        self,
+        session: Session,
+        action: str,
+        subject: str,
+        tenant: str = "",
+        details: str = "",
+        actor: str = "",
     ) -> None:
         """Adds a row about something that changes no other table."""
         now = int(self._clock())
-        await self._database.write(
-            lambda session: note_action(session, now, action, subject, tenant, details, actor)
-        )
+        note_action(session, now, action, subject, tenant, details, actor)
 
     async def list(
         self, tenant: str | None = None, since: float = 0.0, limit: int = 1000
@@ -45,22 +50,19 @@ class AuditStore:
         rows = await self._database.read(lambda session: tuple(session.scalars(found)))
         return rows[::-1]
 
-    async def sweep(self, before: float) -> bool:
+    @writes
+    def sweep(self, session: Session, before: float) -> bool:
         """Deletes some rows that are older, and the oldest of tenants with more than `MOST_AUDITED`; True
         where more may be left."""
-
-        def write(session: Session) -> bool:
-            old = select(AuditRecord.number).where(AuditRecord.time < before)
-            numbers = list(session.scalars(old.order_by(AuditRecord.number).limit(_TURN)))
-            counts = select(AuditRecord.tenant, func.count()).group_by(AuditRecord.tenant)
-            for tenant, count in session.execute(counts.having(func.count() > MOST_AUDITED)).all():
-                own = select(AuditRecord.number).where(AuditRecord.tenant == tenant)
-                excess = max(min(count - MOST_AUDITED, _TURN - len(numbers)), 0)
-                numbers += session.scalars(own.order_by(AuditRecord.number).limit(excess))
-            session.execute(delete(AuditRecord).where(AuditRecord.number.in_(numbers)))
-            return len(numbers) >= _TURN
-
-        return await self._database.write(write)
+        old = select(AuditRecord.number).where(AuditRecord.time < before)
+        numbers = list(session.scalars(old.order_by(AuditRecord.number).limit(_TURN)))
+        counts = select(AuditRecord.tenant, func.count()).group_by(AuditRecord.tenant)
+        for tenant, count in session.execute(counts.having(func.count() > MOST_AUDITED)).all():
+            own = select(AuditRecord.number).where(AuditRecord.tenant == tenant)
+            excess = max(min(count - MOST_AUDITED, _TURN - len(numbers)), 0)
+            numbers += session.scalars(own.order_by(AuditRecord.number).limit(excess))
+        session.execute(delete(AuditRecord).where(AuditRecord.number.in_(numbers)))
+        return len(numbers) >= _TURN
 
 
 def note_action(

@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 
 from coserve.errors import QuotaExceeded
 from coserve.serve.store.creations import CreationStore
-from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.database import Database, owned, page_of, reads, writes
 from coserve.serve.store.files import PutFile
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
@@ -34,56 +34,57 @@ class BatchStore:
         self._database, self._clock, self._quotas, self._creations = database, clock, quotas, creations
         self._put, self._leases = put, leases
 
-    async def add(self, batch: BatchRecord) -> None:
+    @writes
+    def add(self, session: Session, batch: BatchRecord) -> None:
         """Adds a batch. Raises QuotaExceeded."""
         note = self._creations.noting()
         own = BatchRecord.tenant == batch.tenant, BatchRecord.status.in_(UNENDED)
+        if session.scalars(select(func.count()).where(*own)).one() >= MOST_UNENDED:
+            raise QuotaExceeded(
+                f"You have {MOST_UNENDED} batches that are not over: wait for an end, or cancel one."
+            )
+        session.add(batch)
+        note(session, f"/v1/batches/{batch.id}")
+        self._quotas.check_kept(session, batch.tenant)
 
-        def write(session: Session) -> None:
-            if session.scalars(select(func.count()).where(*own)).one() >= MOST_UNENDED:
-                raise QuotaExceeded(
-                    f"You have {MOST_UNENDED} batches that are not over: wait for an end, or cancel one."
-                )
-            session.add(batch)
-            note(session, f"/v1/batches/{batch.id}")
-            self._quotas.check_kept(session, batch.tenant)
-
-        await self._database.write(write)
-
-    async def get(self, tenant: str, id: str) -> BatchRecord | None:
+    @reads
+    def get(self, session: Session, tenant: str, id: str) -> BatchRecord | None:
         """The tenant's batch with this id."""
-        found = select(BatchRecord).where(BatchRecord.tenant == tenant, BatchRecord.id == id)
-        return await self._database.read(lambda session: session.scalar(found))
+        return owned(session, BatchRecord, tenant, id)
 
-    async def page(
-        self, tenant: str, after: str | None, limit: int, endpoint: str | None = None, ascending: bool = False
+    @reads
+    def page(
+        self,
+        session: Session,
+        tenant: str,
+        after: str | None,
+        limit: int,
+        endpoint: str | None = None,
+        ascending: bool = False,
     ) -> Page[BatchRecord] | None:
         """The tenant's batches after the one with id `after`, the newest first unless `ascending`; None if
         there is none. Those of an `endpoint` alone, or all that were made of a file."""
         of = BatchRecord.input_file != "" if endpoint is None else BatchRecord.endpoint == endpoint
         own = [BatchRecord.tenant == tenant, of]
-        return await self._database.read(
-            lambda session: page_of(session, BatchRecord, own, after, limit, ascending)
-        )
+        return page_of(session, BatchRecord, own, after, limit, ascending)
 
-    async def remove(self, tenant: str, id: str) -> bool:
+    @writes
+    def remove(self, session: Session, tenant: str, id: str) -> bool:
         """Removes a batch that has ended; False where the tenant has no such one."""
         over = BatchRecord.tenant == tenant, BatchRecord.id == id, BatchRecord.status.not_in(UNENDED)
-        return await self._database.write(
-            lambda session: session.execute(delete(BatchRecord).where(*over)).rowcount > 0  # type: ignore[attr-defined]
-        )
+        return session.execute(delete(BatchRecord).where(*over)).rowcount > 0  # type: ignore[attr-defined,no-any-return]
 
-    async def unended(self) -> Sequence[BatchRecord]:
+    @reads
+    def unended(self, session: Session) -> Sequence[BatchRecord]:
         """All tenants' batches that have not ended, the oldest first."""
         found = select(BatchRecord).where(BatchRecord.status.in_(UNENDED)).order_by(BatchRecord.number)
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
+        return tuple(session.scalars(found))
 
-    async def cancel(self, id: str, now: int) -> BatchRecord | None:
+    @writes
+    def cancel(self, session: Session, id: str, now: int) -> BatchRecord | None:
         """Asks the owner of a batch that has not begun to end to cancel it; returns it, None for others."""
         changed = {"status": "cancelling", "cancelling": now}
-        return await self._database.write(
-            lambda session: _changed(session, id, ("validating", "in_progress"), changed)
-        )
+        return _changed(session, id, ("validating", "in_progress"), changed)
 
     async def advance(
         self, id: str, source: Collection[str], files: Sequence[File] = (), **values: Any

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.database import Database, owned, page_of, reads, writes
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import ConversationRecord, ItemRecord, Page
 
@@ -16,89 +16,68 @@ class ConversationStore:
     def __init__(self, database: Database, quotas: Quotas) -> None:
         self._database, self._quotas = database, quotas
 
-    async def add(self, row: ConversationRecord, items: Sequence[ItemRecord]) -> None:
+    @writes
+    def add(self, session: Session, row: ConversationRecord, items: Sequence[ItemRecord]) -> None:
         """Adds a conversation. Raises QuotaExceeded."""
+        session.add(row)
+        session.add_all(items)
+        self._quotas.check_kept(session, row.tenant)
 
-        def write(session: Session) -> None:
-            session.add(row)
-            session.add_all(items)
-            self._quotas.check_kept(session, row.tenant)
-
-        await self._database.write(write)
-
-    async def get(self, tenant: str, id: str) -> ConversationRecord | None:
+    @reads
+    def get(self, session: Session, tenant: str, id: str) -> ConversationRecord | None:
         """The tenant's conversation with this id."""
-        return await self._database.read(lambda session: conversation_in(session, tenant, id))
+        return owned(session, ConversationRecord, tenant, id)
 
-    async def label(self, tenant: str, id: str, labels: Mapping[str, str]) -> ConversationRecord | None:
+    @writes
+    def label(
+        self, session: Session, tenant: str, id: str, labels: Mapping[str, str]
+    ) -> ConversationRecord | None:
         """Changes the metadata of a conversation; None if there is none. Raises QuotaExceeded."""
-
-        def write(session: Session) -> ConversationRecord | None:
-            found = conversation_in(session, tenant, id)
-            if found is not None:
-                found.labels = dict(labels)
-                self._quotas.check_kept(session, tenant)
-            return found
-
-        return await self._database.write(write)
-
-    async def extend(self, tenant: str, id: str, items: Sequence[ItemRecord]) -> bool:
-        """Adds items to a conversation; False if there is none. Raises QuotaExceeded."""
-
-        def write(session: Session) -> bool:
-            if conversation_in(session, tenant, id) is None:
-                return False
-            session.add_all(items)
+        found = owned(session, ConversationRecord, tenant, id)
+        if found is not None:
+            found.labels = dict(labels)
             self._quotas.check_kept(session, tenant)
-            return True
+        return found
 
-        return await self._database.write(write)
+    @writes
+    def extend(self, session: Session, tenant: str, id: str, items: Sequence[ItemRecord]) -> bool:
+        """Adds items to a conversation; False if there is none. Raises QuotaExceeded."""
+        if owned(session, ConversationRecord, tenant, id) is None:
+            return False
+        session.add_all(items)
+        self._quotas.check_kept(session, tenant)
+        return True
 
-    async def page(
-        self, tenant: str, conversation: str, after: str | None, limit: int, ascending: bool
+    @reads
+    def page(
+        self, session: Session, tenant: str, conversation: str, after: str | None, limit: int, ascending: bool
     ) -> Page[ItemRecord] | None:
         """Items of a conversation; None if `after` is none of them."""
         wanted = _in(tenant, conversation)
-        return await self._database.read(
-            lambda session: page_of(
-                session, ItemRecord, wanted, after, limit, ascending, func.length(ItemRecord.item)
-            )
-        )
+        return page_of(session, ItemRecord, wanted, after, limit, ascending, func.length(ItemRecord.item))
 
-    async def item(self, tenant: str, conversation: str, id: str) -> str | None:
+    @reads
+    def item(self, session: Session, tenant: str, conversation: str, id: str) -> str | None:
         """An item of a conversation, as JSON."""
-        found = select(ItemRecord.item).where(*_in(tenant, conversation), ItemRecord.id == id)
-        return await self._database.read(lambda session: session.scalar(found))
+        return session.scalar(select(ItemRecord.item).where(*_in(tenant, conversation), ItemRecord.id == id))
 
-    async def remove_item(self, tenant: str, conversation: str, id: str) -> bool:
+    @writes
+    def remove_item(self, session: Session, tenant: str, conversation: str, id: str) -> bool:
         """Removes an item from a conversation; False if there is none."""
+        wanted = (*_in(tenant, conversation), ItemRecord.id == id)
+        is_there = session.scalar(select(ItemRecord.id).where(*wanted)) is not None
+        _leave(session, wanted)
+        return is_there
 
-        def write(session: Session) -> bool:
-            wanted = (*_in(tenant, conversation), ItemRecord.id == id)
-            is_there = session.scalar(select(ItemRecord.id).where(*wanted)) is not None
-            _leave(session, wanted)
-            return is_there
-
-        return await self._database.write(write)
-
-    async def remove(self, tenant: str, id: str) -> bool:
+    @writes
+    def remove(self, session: Session, tenant: str, id: str) -> bool:
         """Removes a conversation, and its items that belong to no response; False if there is none."""
-
-        def write(session: Session) -> bool:
-            found = conversation_in(session, tenant, id)
-            if found is None:
-                return False
-            session.delete(found)
-            _leave(session, _in(tenant, id))
-            return True
-
-        return await self._database.write(write)
-
-
-def conversation_in(session: Session, tenant: str, id: str) -> ConversationRecord | None:
-    """The tenant's conversation with this id."""
-    wanted = ConversationRecord.tenant == tenant, ConversationRecord.id == id
-    return session.scalar(select(ConversationRecord).where(*wanted))
+        found = owned(session, ConversationRecord, tenant, id)
+        if found is None:
+            return False
+        session.delete(found)
+        _leave(session, _in(tenant, id))
+        return True
 
 
 def _in(tenant: str, conversation: str) -> tuple[ColumnElement[bool], ...]:

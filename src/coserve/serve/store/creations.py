@@ -10,7 +10,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from coserve.errors import ConflictError
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, reads, writes
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Creation
 
@@ -41,20 +41,19 @@ class CreationStore:
         self._database, self._clock = database, clock
         self._most, self._seconds = quotas.creations, quotas.creation_seconds
 
-    async def find(self, id: str) -> Creation | None:
+    @reads
+    def find(self, session: Session, id: str) -> Creation | None:
         """The creation of the key with this id."""
-        found = select(Creation).where(Creation.id == id, Creation.created > self._oldest)
-        return await self._database.read(lambda session: session.scalar(found))
+        return session.scalar(select(Creation).where(Creation.id == id, Creation.created > self._oldest))
 
-    async def finish(self, creating: Creating, status: int, content_type: str, reply: str | None) -> None:
+    @writes
+    def finish(
+        self, session: Session, creating: Creating, status: int, content_type: str, reply: str | None
+    ) -> None:
         """Keeps a request's reply; None for one that is too large."""
-
-        def write(session: Session) -> None:
-            row = creating.row or self._noted(session, creating, "")
-            row = session.merge(row)
-            row.status, row.content_type, row.reply = status, content_type, reply
-
-        await self._database.write(write)
+        row = creating.row or self._noted(session, creating, "")
+        row = session.merge(row)
+        row.status, row.content_type, row.reply = status, content_type, reply
 
     async def sweep(self) -> bool:
         """Deletes some of what is too old; True where more may be left."""

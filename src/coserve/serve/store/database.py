@@ -7,12 +7,12 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate
-from typing import Any, Final, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import ColumnElement, Engine, select
 from sqlalchemy.exc import DatabaseError, OperationalError
@@ -20,10 +20,13 @@ from sqlalchemy.orm import Session
 
 from coserve.core.collection import collection_paused
 from coserve.errors import StateError
-from coserve.serve.store.records import Page, Record
+from coserve.serve.store.records import OwnedRecord, Page, Record
 
+P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="Transacting")
 Listed = TypeVar("Listed", bound=Record)
+Own = TypeVar("Own", bound=OwnedRecord)
 READERS: Final = 4
 MOST_PAGED: Final = 8 * 2**20  # characters of the rows of one page
 
@@ -80,6 +83,41 @@ class Database(ABC):
             if not isinstance(error, OperationalError) and type(error) is not DatabaseError:
                 raise
             raise StateError(f"the database cannot be used now: {error.orig}") from error
+
+
+class Transacting(Protocol):
+    """A store of rows in a database."""
+
+    _database: Database
+
+
+def reads(
+    method: Callable[Concatenate[S, Session, P], R],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
+    """Has a store's method run in a transaction that reads. Callers await it, and give no session."""
+
+    @wraps(method)
+    async def read(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._database.read(lambda session: method(self, session, *args, **kwargs))
+
+    return read
+
+
+def writes(
+    method: Callable[Concatenate[S, Session, P], R],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
+    """As `reads`, in a transaction that writes, see `Database.write`: it may run again from its beginning."""
+
+    @wraps(method)
+    async def write(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._database.write(lambda session: method(self, session, *args, **kwargs))
+
+    return write
+
+
+def owned(session: Session, kind: type[Own], tenant: str, id: str) -> Own | None:
+    """The tenant's record with this id."""
+    return session.scalar(select(kind).where(kind.tenant == tenant, kind.id == id))
 
 
 def page_of(

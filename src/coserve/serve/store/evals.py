@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from coserve.errors import QuotaExceeded
-from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.database import Database, owned, page_of, reads, writes
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import EvalItemRecord, EvalRecord, EvalRunRecord, Page
@@ -28,39 +28,35 @@ class EvalStore:
     ) -> None:
         self._database, self._clock, self._quotas, self._leases = database, clock, quotas, leases
 
-    async def add(self, row: EvalRecord) -> None:
+    @writes
+    def add(self, session: Session, row: EvalRecord) -> None:
         """Adds an eval. Raises QuotaExceeded."""
+        session.add(row)
+        self._quotas.check_kept(session, row.tenant)
 
-        def write(session: Session) -> None:
-            session.add(row)
-            self._quotas.check_kept(session, row.tenant)
-
-        await self._database.write(write)
-
-    async def add_run(self, row: EvalRunRecord) -> None:
+    @writes
+    def add_run(self, session: Session, row: EvalRunRecord) -> None:
         """Adds a run of an eval that is there. Raises QuotaExceeded."""
+        for what, most, wanted in (
+            ("runs of this eval", _MOST_RUNS, EvalRunRecord.eval == row.eval),
+            ("runs that are not over", _MOST_UNFINISHED, EvalRunRecord.status.in_(UNFINISHED)),
+        ):
+            own = EvalRunRecord.tenant == row.tenant
+            has = session.scalars(select(func.count()).where(own, wanted)).one()
+            if has >= most:
+                raise QuotaExceeded(f"You have {has} {what}, and may have {most}: delete or cancel some.")
+        session.add(row)
+        self._quotas.check_kept(session, row.tenant)
 
-        def write(session: Session) -> None:
-            for what, most, wanted in (
-                ("runs of this eval", _MOST_RUNS, EvalRunRecord.eval == row.eval),
-                ("runs that are not over", _MOST_UNFINISHED, EvalRunRecord.status.in_(UNFINISHED)),
-            ):
-                own = EvalRunRecord.tenant == row.tenant
-                has = session.scalars(select(func.count()).where(own, wanted)).one()
-                if has >= most:
-                    raise QuotaExceeded(f"You have {has} {what}, and may have {most}: delete or cancel some.")
-            session.add(row)
-            self._quotas.check_kept(session, row.tenant)
-
-        await self._database.write(write)
-
-    async def get(self, kind: type[EvalRow], tenant: str, id: str) -> EvalRow | None:
+    @reads
+    def get(self, session: Session, kind: type[EvalRow], tenant: str, id: str) -> EvalRow | None:
         """The tenant's row of a kind with this id."""
-        found = select(kind).where(kind.tenant == tenant, kind.id == id)
-        return await self._database.read(lambda session: session.scalar(found))
+        return owned(session, kind, tenant, id)
 
-    async def page(
+    @reads
+    def page(
         self,
+        session: Session,
         kind: type[EvalRow],
         tenant: str,
         after: str | None,
@@ -71,65 +67,58 @@ class EvalStore:
     ) -> Page[EvalRow] | None:
         """The tenant's rows `of` an eval or a run that are `wanted`; None if none has the id `after`."""
         own = [kind.tenant == tenant, *of]
-        return await self._database.read(
-            lambda session: page_of(session, kind, own, after, limit, ascending, filters=wanted)
-        )
+        return page_of(session, kind, own, after, limit, ascending, filters=wanted)
 
-    async def change(self, id: str, **values: Any) -> None:
+    @writes
+    def change(self, session: Session, /, id: str, **values: Any) -> None:
         """Changes columns of an eval."""
-        changed = update(EvalRecord).where(EvalRecord.id == id).values(**values)
-        await self._database.write(lambda session: session.execute(changed))
+        session.execute(update(EvalRecord).where(EvalRecord.id == id).values(**values))
 
-    async def cancel(self, run: str) -> bool:
+    @writes
+    def cancel(self, session: Session, run: str) -> bool:
         """Ends a run that is not over; False for others."""
-        return await self._database.write(lambda session: _moved(session, run, "canceled", None))
+        return _moved(session, run, "canceled", None)
 
-    async def advance(self, run: str, status: str, error: Mapping[str, Any] | None = None) -> bool:
+    @writes
+    def advance(
+        self, session: Session, run: str, status: str, error: Mapping[str, Any] | None = None
+    ) -> bool:
         """Changes the status of this server's run, if that is not over; False for others. Raises LeaseLost
         where another server has taken it."""
+        self._leases.require(session, "eval", run)
+        return _moved(session, run, status, error)
 
-        def write(session: Session) -> bool:
-            self._leases.require(session, "eval", run)
-            return _moved(session, run, status, error)
-
-        return await self._database.write(write)
-
-    async def next_runs(self) -> tuple[EvalRunRecord, ...]:
+    @reads
+    def next_runs(self, session: Session) -> tuple[EvalRunRecord, ...]:
         """The oldest unfinished run of each tenant."""
         oldest = (
             select(func.min(EvalRunRecord.number))
             .where(EvalRunRecord.status.in_(UNFINISHED))
             .group_by(EvalRunRecord.tenant)
         )
-        found = select(EvalRunRecord).where(EvalRunRecord.number.in_(oldest))
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
+        return tuple(session.scalars(select(EvalRunRecord).where(EvalRunRecord.number.in_(oldest))))
 
-    async def places(self, run: str) -> set[int]:
+    @reads
+    def places(self, session: Session, run: str) -> set[int]:
         """Places of a run's data whose outcome is stored."""
-        found = select(EvalItemRecord.place).where(EvalItemRecord.run == run)
-        return await self._database.read(lambda session: set(session.scalars(found)))
+        return set(session.scalars(select(EvalItemRecord.place).where(EvalItemRecord.run == run)))
 
-    async def add_item(self, row: EvalItemRecord, usage: Mapping[str, tuple[int, int]]) -> bool:
+    @writes
+    def add_item(self, session: Session, row: EvalItemRecord, usage: Mapping[str, tuple[int, int]]) -> bool:
         """Adds an outcome, and counts it and the tokens that models have read and written for it in the run's
         tally; False where the run is not in progress, or has it. Raises QuotaExceeded, and LeaseLost where
         another server has taken the run."""
-
-        def write(session: Session) -> bool:
-            self._leases.require(session, "eval", row.run)
-            run = session.scalar(
-                select(EvalRunRecord).where(
-                    EvalRunRecord.id == row.run, EvalRunRecord.status == "in_progress"
-                )
-            )
-            same = (EvalItemRecord.run == row.run) & (EvalItemRecord.place == row.place)
-            if run is None or session.scalar(select(EvalItemRecord.id).where(same)) is not None:
-                return False
-            session.add(row)
-            run.tally = _with(run.tally, row, usage)
-            self._quotas.check_kept(session, row.tenant)
-            return True
-
-        return await self._database.write(write)
+        self._leases.require(session, "eval", row.run)
+        run = session.scalar(
+            select(EvalRunRecord).where(EvalRunRecord.id == row.run, EvalRunRecord.status == "in_progress")
+        )
+        same = (EvalItemRecord.run == row.run) & (EvalItemRecord.place == row.place)
+        if run is None or session.scalar(select(EvalItemRecord.id).where(same)) is not None:
+            return False
+        session.add(row)
+        run.tally = _with(run.tally, row, usage)
+        self._quotas.check_kept(session, row.tenant)
+        return True
 
     async def remove_run(self, tenant: str, eval: str, run: str) -> bool:
         """Deletes a run with its outcomes; False if the tenant has no such run. It ends first, so that no

@@ -10,7 +10,7 @@ from coserve.core.job_status import FINAL, UNFINISHED
 from coserve.errors import ConflictError
 from coserve.serve.store.audit import note_action
 from coserve.serve.store.creations import CreationStore
-from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.database import Database, page_of, reads, writes
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import File, JobRecord, Page
 
@@ -49,55 +49,59 @@ class FileStore:
 
         await self._database.write(write)
 
-    async def check_room(self, tenant: str, size: int, number: int) -> None:
+    @reads
+    def check_room(self, session: Session, tenant: str, size: int, number: int) -> None:
         """Raises QuotaExceeded where `number` more uploads of `size` bytes in all would have no room."""
-        await self._database.read(lambda session: self._quotas.check_storage(session, tenant, size, number))
+        self._quotas.check_storage(session, tenant, size, number)
 
-    async def get(self, tenant: str, id: str) -> File | None:
+    @reads
+    def get(self, session: Session, tenant: str, id: str) -> File | None:
         """The tenant's file with this id."""
-        found = select(File).where(*self._is(tenant, id))
-        return await self._database.read(lambda session: session.scalar(found))
+        return session.scalar(select(File).where(*self._is(tenant, id)))
 
-    async def page(
-        self, tenant: str, after: str | None, limit: int, ascending: bool, purpose: str | None = None
+    @reads
+    def page(
+        self,
+        session: Session,
+        tenant: str,
+        after: str | None,
+        limit: int,
+        ascending: bool,
+        purpose: str | None = None,
     ) -> Page[File] | None:
         """The tenant's files after the one with id `after`; None if it has no such file."""
         own = [File.tenant == tenant, lasting(self._clock())]
         wanted = [] if purpose is None else [File.purpose == purpose]
-        return await self._database.read(
-            lambda session: page_of(session, File, own, after, limit, ascending, filters=wanted)
-        )
+        return page_of(session, File, own, after, limit, ascending, filters=wanted)
 
-    async def remove(self, tenant: str, id: str) -> File | None:
+    @writes
+    def remove(self, session: Session, tenant: str, id: str) -> File | None:
         """Removes a file and returns it; None if the tenant has no such file.
 
         Raises ConflictError while an unfinished job reads it.
         """
         reads = or_(JobRecord.training_file == id, JobRecord.validation_file == id)
+        file = session.scalar(select(File).where(*self._is(tenant, id)))
+        if file is None:
+            return None
+        user = session.scalar(select(JobRecord.id).where(reads, JobRecord.status.not_in(FINAL)))
+        if user is not None:
+            raise ConflictError(f"{id} is read by the job {user}: wait for its end, or cancel it")
+        session.delete(file)
+        note_action(session, int(self._clock()), "file.deleted", file.id, tenant)
+        return file
 
-        def write(session: Session) -> File | None:
-            file = session.scalar(select(File).where(*self._is(tenant, id)))
-            if file is None:
-                return None
-            user = session.scalar(select(JobRecord.id).where(reads, JobRecord.status.not_in(FINAL)))
-            if user is not None:
-                raise ConflictError(f"{id} is read by the job {user}: wait for its end, or cancel it")
-            session.delete(file)
-            note_action(session, int(self._clock()), "file.deleted", file.id, tenant)
-            return file
-
-        return await self._database.write(write)
-
-    async def expired(self) -> Sequence[File]:
+    @reads
+    def expired(self, session: Session) -> Sequence[File]:
         """Some files that have expired, of all tenants, whose bytes may go."""
         now = self._clock()
         found = select(File).where(File.expires <= now, ~lasting(now)).limit(MOST_EXPIRED)
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
+        return tuple(session.scalars(found))
 
-    async def forget(self, expired: Sequence[File]) -> None:
+    @writes
+    def forget(self, session: Session, expired: Sequence[File]) -> None:
         """Removes the rows of files that have expired."""
-        gone = delete(File).where(File.id.in_([file.id for file in expired]))
-        await self._database.write(lambda session: session.execute(gone))
+        session.execute(delete(File).where(File.id.in_([file.id for file in expired])))
 
     def _is(self, tenant: str, id: str) -> tuple[ColumnElement[bool], ...]:
         return File.tenant == tenant, File.id == id, lasting(self._clock())

@@ -17,7 +17,7 @@ from coserve.core import job_words
 from coserve.core.job_status import JobStatus
 from coserve.core.training import ACCURACY
 from coserve.serve.store.adapters import add_adapter
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, reads, writes
 from coserve.serve.store.durable import RESUMING
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, fail_job, job_in
@@ -46,22 +46,22 @@ class JobEventStore:
         """`relative` makes paths relative to the state folder."""
         self._database, self._clock, self._relative, self._leases = database, clock, relative, leases
 
-    async def seen(self, mark: NewsMark) -> bool:
+    @reads
+    def seen(self, session: Session, mark: NewsMark) -> bool:
         """Tells whether this event is stored."""
-        return await self._database.read(
-            lambda session: _is_seen(session.get(NewsMark, mark.generation), mark)
-        )
+        return _is_seen(session.get(NewsMark, mark.generation), mark)
 
-    async def forget_engines_before(self, generation: str) -> None:
+    @writes
+    def forget_engines_before(self, session: Session, generation: str) -> None:
         """Removes the marks of this server's earlier engines, which never return once a later one has
         connected."""
         own = NewsMark.owner.in_((self._leases.owner, ""))
-        old = delete(NewsMark).where(NewsMark.generation != generation, own)
-        await self._database.write(lambda session: session.execute(old))
+        session.execute(delete(NewsMark).where(NewsMark.generation != generation, own))
 
-    async def skip(self, mark: NewsMark) -> None:
+    @writes
+    def skip(self, session: Session, mark: NewsMark) -> None:
         """Marks an event without effect as stored."""
-        await self._database.write(lambda session: self._move(session, mark))
+        self._move(session, mark)
 
     async def waiting(self, mark: NewsMark, news: JobWaiting) -> None:
         """Stores why a job waits."""
@@ -176,23 +176,24 @@ class JobEventStore:
 
         return await self._take(mark, id, write)
 
-    async def _take(
-        self, mark: NewsMark | None, id: str, work: Callable[[Session, JobRecord, int], None]
+    @writes
+    def _take(
+        self,
+        session: Session,
+        mark: NewsMark | None,
+        id: str,
+        work: Callable[[Session, JobRecord, int], None],
     ) -> bool:
         """Runs `work` on an unfinished job, with the time in whole seconds, if the event is new. An event of
         a job that another server has taken over changes nothing: False."""
-
-        def write(session: Session) -> bool:
-            if mark is not None and not self._move(session, mark):
-                return True
-            job = job_in(session, id)
-            if job is None or job.status.is_final:
-                return True
-            if own := self._leases.holds(session, "job", id):
-                work(session, job, int(self._clock()))
-            return own
-
-        return await self._database.write(write)
+        if mark is not None and not self._move(session, mark):
+            return True
+        job = job_in(session, id)
+        if job is None or job.status.is_final:
+            return True
+        if own := self._leases.holds(session, "job", id):
+            work(session, job, int(self._clock()))
+        return own
 
     def _move(self, session: Session, mark: NewsMark) -> bool:
         """Moves the mark to this event; False if it was stored before."""

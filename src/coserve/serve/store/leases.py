@@ -17,7 +17,7 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from coserve.errors import CoserveError, LeaseLost, StateError
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, reads
 from coserve.serve.store.records import LeaseRecord
 
 log = logging.getLogger(__name__)
@@ -175,36 +175,30 @@ class Leases:
             log.warning("another server has taken over the %s %s", *key)
         return lost
 
-    async def of_others(self, kind: str) -> Collection[str]:
+    @reads
+    def of_others(self, session: Session, kind: str) -> Collection[str]:
         """Subjects whose leases other servers have, and that this one may not take now."""
+        others = select(LeaseRecord.subject).where(
+            LeaseRecord.kind == kind, LeaseRecord.owner.not_in((self.owner, NOBODY))
+        )
+        if self._is_steady():
+            others = others.where(LeaseRecord.expires > self._database.now(session))
+        return frozenset(session.scalars(others))
 
-        def read(session: Session) -> frozenset[str]:
-            others = select(LeaseRecord.subject).where(
-                LeaseRecord.kind == kind, LeaseRecord.owner.not_in((self.owner, NOBODY))
-            )
-            if self._is_steady():
-                others = others.where(LeaseRecord.expires > self._database.now(session))
-            return frozenset(session.scalars(others))
-
-        return await self._database.read(read)
-
-    async def servers(self) -> dict[str, dict[str, int]]:
+    @reads
+    def servers(self, session: Session) -> dict[str, dict[str, int]]:
         """The servers that have said that they are there, by name: the number of their leases of each
         kind."""
-
-        def read(session: Session) -> dict[str, dict[str, int]]:
-            lives = LeaseRecord.expires > self._database.now(session)
-            there = select(LeaseRecord.owner).where(LeaseRecord.kind == SERVER, lives)
-            names = session.scalars(there.order_by(LeaseRecord.owner).limit(MOST_SERVERS)).all()
-            counts = select(LeaseRecord.owner, LeaseRecord.kind, func.count()).where(
-                lives, LeaseRecord.owner.in_(names), LeaseRecord.kind != SERVER
-            )
-            found: dict[str, dict[str, int]] = {name: {} for name in names}
-            for owner, kind, count in session.execute(counts.group_by(LeaseRecord.owner, LeaseRecord.kind)):
-                found[owner][kind] = count
-            return found
-
-        return await self._database.read(read)
+        lives = LeaseRecord.expires > self._database.now(session)
+        there = select(LeaseRecord.owner).where(LeaseRecord.kind == SERVER, lives)
+        names = session.scalars(there.order_by(LeaseRecord.owner).limit(MOST_SERVERS)).all()
+        counts = select(LeaseRecord.owner, LeaseRecord.kind, func.count()).where(
+            lives, LeaseRecord.owner.in_(names), LeaseRecord.kind != SERVER
+        )
+        found: dict[str, dict[str, int]] = {name: {} for name in names}
+        for owner, kind, count in session.execute(counts.group_by(LeaseRecord.owner, LeaseRecord.kind)):
+            found[owner][kind] = count
+        return found
 
     def _is_steady(self) -> bool:
         """Tells whether this server has seen the database for as long as a lease lasts. After the database

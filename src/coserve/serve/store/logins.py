@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from coserve.serve.store import keys
 from coserve.serve.store.audit import note_action
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, reads, writes
 from coserve.serve.store.records import KeyRecord, LoginRecord, Tenant
 
 LOGIN_SECONDS: Final = 7 * 86_400
@@ -59,27 +59,24 @@ class LoginStore:
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database, self._clock = database, clock
 
-    async def begin(self, key: str) -> str | None:
+    @writes
+    def begin(self, session: Session, key: str) -> str | None:
         """Logs in with a key; returns the cookie, None for a key that has been revoked meanwhile."""
         cookie, digest = secrets.token_urlsafe(_BYTES), keys.digest_of(key)
-
-        def write(session: Session) -> str | None:
-            now = int(self._clock())
-            valid = KeyRecord.digest == digest, KeyRecord.revoked.is_(None)
-            found = session.execute(select(KeyRecord.id, KeyRecord.tenant, KeyRecord.prefix).where(*valid))
-            if (row := found.one_or_none()) is None:
-                return None
-            owner, tenant, prefix = row
-            note_action(session, now, "login.begun", owner, tenant, prefix)
-            over = select(LoginRecord.digest).where(LoginRecord.ends <= now).limit(_SWEPT)
-            newest = select(LoginRecord.digest).where(LoginRecord.key == owner)
-            beyond = newest.order_by(LoginRecord.ends.desc()).offset(MOST_LOGINS - 1)
-            gone = [*session.scalars(over), *session.scalars(beyond)]
-            session.execute(delete(LoginRecord).where(LoginRecord.digest.in_(gone)))
-            session.add(LoginRecord(keys.digest_of(cookie), owner, now + LOGIN_SECONDS))
-            return cookie
-
-        return await self._database.write(write)
+        now = int(self._clock())
+        valid = KeyRecord.digest == digest, KeyRecord.revoked.is_(None)
+        found = session.execute(select(KeyRecord.id, KeyRecord.tenant, KeyRecord.prefix).where(*valid))
+        if (row := found.one_or_none()) is None:
+            return None
+        owner, tenant, prefix = row
+        note_action(session, now, "login.begun", owner, tenant, prefix)
+        over = select(LoginRecord.digest).where(LoginRecord.ends <= now).limit(_SWEPT)
+        newest = select(LoginRecord.digest).where(LoginRecord.key == owner)
+        beyond = newest.order_by(LoginRecord.ends.desc()).offset(MOST_LOGINS - 1)
+        gone = [*session.scalars(over), *session.scalars(beyond)]
+        session.execute(delete(LoginRecord).where(LoginRecord.digest.in_(gone)))
+        session.add(LoginRecord(keys.digest_of(cookie), owner, now + LOGIN_SECONDS))
+        return cookie
 
     async def owner(self, cookie: str) -> Tenant | None:
         """The tenant that a cookie is of; None for one that is unknown, or over."""
@@ -88,21 +85,18 @@ class LoginStore:
         asked = {"digest": keys.digest_of(cookie), "now": int(self._clock())}
         return await self._database.read(lambda session: session.scalar(_OWNER, asked))
 
-    async def valid(self, digests: Collection[bytes]) -> frozenset[bytes]:
+    @reads
+    def valid(self, session: Session, digests: Collection[bytes]) -> frozenset[bytes]:
         """The digests (`keys.digest_of`) among these of cookies whose logins have not ended."""
         found = select(LoginRecord.digest).join(KeyRecord, LoginRecord.key == KeyRecord.id)
         in_force = LoginRecord.ends > int(self._clock()), KeyRecord.revoked.is_(None)
-        found = found.where(LoginRecord.digest.in_(digests), *in_force)
-        return await self._database.read(lambda session: frozenset(session.scalars(found)))
+        return frozenset(session.scalars(found.where(LoginRecord.digest.in_(digests), *in_force)))
 
-    async def end(self, cookie: str) -> None:
+    @writes
+    def end(self, session: Session, cookie: str) -> None:
         """Ends a login, if there is one."""
         of_cookie = LoginRecord.digest == keys.digest_of(cookie)
         owner = select(KeyRecord).join(LoginRecord, LoginRecord.key == KeyRecord.id).where(of_cookie)
-
-        def write(session: Session) -> None:
-            if (key := session.scalar(owner)) is not None:
-                session.execute(delete(LoginRecord).where(of_cookie))
-                note_action(session, int(self._clock()), "login.ended", key.id, key.tenant, key.prefix)
-
-        await self._database.write(write)
+        if (key := session.scalar(owner)) is not None:
+            session.execute(delete(LoginRecord).where(of_cookie))
+            note_action(session, int(self._clock()), "login.ended", key.id, key.tenant, key.prefix)

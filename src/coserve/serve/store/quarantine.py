@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from coserve.core.job_status import JobStatus
 from coserve.serve.store.adapters import AdapterStore
 from coserve.serve.store.audit import note_action
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, reads, writes
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.jobs import add_event, fail_job, job_in
 from coserve.serve.store.leases import Leases
@@ -26,14 +26,15 @@ class QuarantineStore:
     ) -> None:
         self._database, self._clock, self._adapters, self._leases = database, clock, adapters, leases
 
-    async def list(self) -> tuple[QuarantineRecord, ...]:
+    @reads
+    def list(self, session: Session) -> tuple[QuarantineRecord, ...]:
         """Quarantined work, the oldest first."""
-        found = select(QuarantineRecord).order_by(QuarantineRecord.number)
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
+        return tuple(session.scalars(select(QuarantineRecord).order_by(QuarantineRecord.number)))
 
-    async def reason(self, kind: str, subject: str) -> str | None:
+    @reads
+    def reason(self, session: Session, kind: str, subject: str) -> str | None:
         """The reason of a quarantine; None where there is none."""
-        return await self._database.read(lambda session: _reason(session, kind, subject))
+        return _reason(session, kind, subject)
 
     async def add(self, kind: str, subject: str, reason: str, details: dict[str, Any] | None) -> None:
         """Adds a quarantine entry; a job fails with it, and keeps its state for resuming."""
@@ -53,46 +54,35 @@ class QuarantineStore:
 
         await self._database.write(write)
 
-    async def release(self, id: str) -> QuarantineRecord | None:
+    @writes
+    def release(self, session: Session, id: str) -> QuarantineRecord | None:
         """Removes an entry, by its id or its subject, and returns it; None if there is none.
 
         A job is then paused, for its owner to resume.
         """
+        named = (QuarantineRecord.id == id) | (QuarantineRecord.subject == id)
+        found = session.scalars(select(QuarantineRecord).where(named)).first()
+        if found is None:
+            return None
+        session.delete(found)
+        note_action(session, int(self._clock()), "quarantine.released", found.subject, found.tenant or "")
+        job = job_in(session, found.subject) if found.kind == "job" else None
+        if job is not None and job.status == JobStatus.FAILED:
+            job.status, job.finished, job.error = JobStatus.PAUSED, None, None
+            add_event(session, job, int(self._clock()), "The job was released, and is paused")
+        return found
 
-        def write(session: Session) -> QuarantineRecord | None:
-            named = (QuarantineRecord.id == id) | (QuarantineRecord.subject == id)
-            found = session.scalars(select(QuarantineRecord).where(named)).first()
-            if found is None:
-                return None
-            session.delete(found)
-            note_action(session, int(self._clock()), "quarantine.released", found.subject, found.tenant or "")
-            job = job_in(session, found.subject) if found.kind == "job" else None
-            if job is not None and job.status == JobStatus.FAILED:
-                job.status, job.finished, job.error = JobStatus.PAUSED, None, None
-                add_event(session, job, int(self._clock()), "The job was released, and is paused")
-            return found
-
-        return await self._database.write(write)
-
-    async def suspects(self) -> Suspects:
+    @reads
+    def suspects(self, session: Session) -> Suspects:
         """Work on probation, of this server's engines."""
+        rows = session.scalars(select(SuspectRecord).where(self._own_suspects))
+        return {(row.kind, row.subject): (row.crashes, row.progress) for row in rows}
 
-        def read(session: Session) -> Suspects:
-            rows = session.scalars(select(SuspectRecord).where(self._own_suspects))
-            return {(row.kind, row.subject): (row.crashes, row.progress) for row in rows}
-
-        return await self._database.read(read)
-
-    async def suspect(self, suspects: Suspects) -> None:
+    @writes
+    def suspect(self, session: Session, suspects: Suspects) -> None:
         """Replaces this server's set of suspects."""
-
-        def write(session: Session) -> None:
-            session.execute(delete(SuspectRecord).where(self._own_suspects))
-            session.add_all(
-                SuspectRecord(self._leases.owner, *item, *seen) for item, seen in suspects.items()
-            )
-
-        await self._database.write(write)
+        session.execute(delete(SuspectRecord).where(self._own_suspects))
+        session.add_all(SuspectRecord(self._leases.owner, *item, *seen) for item, seen in suspects.items())
 
     @property
     def _own_suspects(self) -> ColumnElement[bool]:

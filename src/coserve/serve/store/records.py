@@ -20,7 +20,7 @@ from sqlalchemy import (
     UniqueConstraint,
     false,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, registry
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, declared_attr, mapped_column, registry
 
 from coserve.core.job_status import JobStatus
 
@@ -75,6 +75,23 @@ class Record(TableRow):
         return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
 
 
+class OwnedRecord(Record):
+    """A record of a tenant."""
+
+    __abstract__ = True
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+
+
+class ListedRecord(OwnedRecord):
+    """One of those that a tenant has listed in the order of their numbers."""
+
+    __abstract__ = True
+
+    @declared_attr.directive
+    def __table_args__(cls) -> tuple[Any, ...]:
+        return (Index(f"{cls.__tablename__}_of_tenant", "tenant", "number"),)
+
+
 class Tenant(Record):
     """An owner of keys, files, jobs and adapters. Its share of the machine is `weight` over the sum of all
     active tenants'."""
@@ -86,12 +103,11 @@ class Tenant(Record):
     created: Mapped[int] = mapped_column(default=0, compare=False)
 
 
-class KeyRecord(Record):
+class KeyRecord(OwnedRecord):
     """An API key, stored as its digest."""
 
     __tablename__ = "keys"
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     prefix: Mapped[str] = mapped_column(index=True)
     digest: Mapped[bytes] = mapped_column(unique=True)
     created: Mapped[int]
@@ -109,15 +125,13 @@ class Key:
     revoked: int | None = None
 
 
-class File(Record):
+class File(ListedRecord):
     """An uploaded or a result file with its bytes at `Store.file_path`. `suffix` is that of the file on disk
     (`jobs.containers.SUFFIXES`), `examples` their number in training data, and `details` a sentence about
     what was found in these. `expires` is None for never."""
 
     __tablename__ = "files"
-    __table_args__ = (Index("files_of_tenant", "tenant", "number"),)
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     filename: Mapped[str]
     purpose: Mapped[str]
     bytes: Mapped[int]
@@ -152,7 +166,7 @@ class Adapter(Record):
     bytes: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
-class JobRecord(Record):
+class JobRecord(ListedRecord):
     """A fine-tuning job.
 
     `options` and `peft` are passed to the engine unchanged. `name` is the adapter's once there is one,
@@ -164,9 +178,7 @@ class JobRecord(Record):
     """
 
     __tablename__ = "jobs"
-    __table_args__ = (Index("jobs_of_tenant", "tenant", "number"),)
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     status: Mapped[JobStatus] = mapped_column(index=True)
     model: Mapped[str]
     name: Mapped[str]
@@ -236,7 +248,7 @@ class CheckpointRecord(Record):
     bytes: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
-class CheckpointPermission(Record):
+class CheckpointPermission(OwnedRecord):
     """Says that the tenant `project` may use the tenant's checkpoint of this name."""
 
     __tablename__ = "checkpoint_permissions"
@@ -245,19 +257,16 @@ class CheckpointPermission(Record):
         Index("permissions_of_project", "project", "checkpoint"),
     )
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     checkpoint: Mapped[str]
     project: Mapped[str]
     created: Mapped[int]
 
 
-class EvalRecord(Record):
+class EvalRecord(ListedRecord):
     """An eval: the form of its data (`source`) and its graders (`criteria`), as they were asked for."""
 
     __tablename__ = "evals"
-    __table_args__ = (Index("evals_of_tenant", "tenant", "number"),)
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     name: Mapped[str]
     created: Mapped[int]
     source: Mapped[JsonObject]
@@ -265,14 +274,13 @@ class EvalRecord(Record):
     labels: Mapped[dict[str, str] | None] = mapped_column("metadata", default=None)
 
 
-class EvalRunRecord(Record):
+class EvalRunRecord(OwnedRecord):
     """A run of an eval over the data of `source`. `status` is queued, in_progress, completed, canceled or
     failed (with an `error`); `tally` counts outcomes."""
 
     __tablename__ = "eval_runs"
     __table_args__ = (Index("runs_of_eval", "eval", "number"),)
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     eval: Mapped[str] = mapped_column(ForeignKey("evals.id"))
     name: Mapped[str]
     created: Mapped[int]
@@ -284,7 +292,7 @@ class EvalRunRecord(Record):
     error: Mapped[JsonObject | None] = mapped_column(default=None)
 
 
-class EvalItemRecord(Record):
+class EvalItemRecord(OwnedRecord):
     """The outcome of a run for the item at a `place` of its data: the `sample` that was graded and the
     `results` by criterion. `status` is pass, fail or error."""
 
@@ -294,7 +302,6 @@ class EvalItemRecord(Record):
         Index("items_of_run", "run", "number"),
     )
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     run: Mapped[str] = mapped_column(ForeignKey("eval_runs.id"))
     place: Mapped[int]
     created: Mapped[int]
@@ -331,14 +338,12 @@ class SuspectRecord(TableRow):
     progress: Mapped[int]
 
 
-class TinkerSession(Record):
+class TinkerSession(ListedRecord):
     """A session of a `tinker` client. `finished` is the reason that its client gave at the end, with a
     detail."""
 
     __tablename__ = "tinker_sessions"
-    __table_args__ = (Index("tinker_sessions_of_tenant", "tenant", "number"),)
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     created: Mapped[int]
     display_name: Mapped[str | None] = mapped_column(default=None)
     user_metadata: Mapped[JsonObject | None] = mapped_column(default=None)
@@ -346,26 +351,23 @@ class TinkerSession(Record):
     finished: Mapped[JsonObject | None] = mapped_column(default=None)
 
 
-class TinkerSampler(Record):
+class TinkerSampler(OwnedRecord):
     """A sampling session: what one sampling client samples from. `model` is a name as in `Catalog.find`: the
     base, an adapter or a checkpoint's path."""
 
     __tablename__ = "tinker_samplers"
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     session: Mapped[str] = mapped_column(ForeignKey("tinker_sessions.id"), index=True)
     model: Mapped[str]
     created: Mapped[int]
 
 
-class TinkerRun(Record):
+class TinkerRun(ListedRecord):
     """A training run: one LoRA adapter that a client trains. `lora` are its rank, its seed and the modules it
     is on, `used` the time of the last request."""
 
     __tablename__ = "tinker_runs"
-    __table_args__ = (Index("tinker_runs_of_tenant", "tenant", "number"),)
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     session: Mapped[str] = mapped_column(ForeignKey("tinker_sessions.id"), index=True)
     base: Mapped[str]
     lora: Mapped[JsonObject]
@@ -374,7 +376,7 @@ class TinkerRun(Record):
     user_metadata: Mapped[JsonObject | None] = mapped_column(default=None)
 
 
-class TinkerCheckpoint(Record):
+class TinkerCheckpoint(OwnedRecord):
     """Saved weights of a run, in a folder of their own, as `Adapter.path`; immutable. `id` is their key in
     engines.
 
@@ -389,7 +391,6 @@ class TinkerCheckpoint(Record):
         Index("tinker_checkpoints_of_tenant", "tenant", "number"),
     )
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     run: Mapped[str] = mapped_column(ForeignKey("tinker_runs.id"))
     kind: Mapped[str]
     name: Mapped[str]
@@ -413,15 +414,13 @@ class TinkerCheckpoint(Record):
         return f"tinker://{self.run}/{self.checkpoint_id}"
 
 
-class BatchRecord(Record):
+class BatchRecord(ListedRecord):
     """A batch of requests, the lines of an input file. Its folder has that file and the results so far, of
     which files of the tenant's are made at its end. `status` and times are OpenAI's; `window` and `life` (of
     its results, None for ever) are seconds."""
 
     __tablename__ = "batches"
-    __table_args__ = (Index("batches_of_tenant", "tenant", "number"),)
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     status: Mapped[str] = mapped_column(index=True)
     endpoint: Mapped[str]
     input_file: Mapped[str]
@@ -446,14 +445,12 @@ class BatchRecord(Record):
         return self.created + self.window
 
 
-class UploadRecord(Record):
+class UploadRecord(ListedRecord):
     """A file that comes in parts, which are in a folder of its own until it is completed. `bytes` count as
     kept: all of its `size` while it is pending. `life` is that of its `file`, in seconds; None for ever."""
 
     __tablename__ = "uploads"
-    __table_args__ = (Index("uploads_of_tenant", "tenant", "number"),)
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     status: Mapped[str]
     filename: Mapped[str]
     purpose: Mapped[str]
@@ -465,15 +462,13 @@ class UploadRecord(Record):
     file: Mapped[str | None] = mapped_column(default=None)
 
 
-class Creation(Record):
+class Creation(ListedRecord):
     """The creation of a request with an `Idempotency-Key`, and its reply. `id` is a digest of tenant and key,
     `request` one of what was asked for. Without a `reply`, as one that is too large or was lost with the
     server, what GET answers at `location` stands for it."""
 
     __tablename__ = "creations"
-    __table_args__ = (Index("creations_of_tenant", "tenant", "number"),)
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     created: Mapped[int] = mapped_column(index=True)
     request: Mapped[str]
     location: Mapped[str]
@@ -482,13 +477,12 @@ class Creation(Record):
     reply: Mapped[str | None] = mapped_column(default=None)
 
 
-class ResponseRecord(Record):
+class ResponseRecord(OwnedRecord):
     """A response. `body` is its JSON, and `previous` the id of the one that it goes on with. `request` is
     the JSON of the body that asked for it, without its items, of one that is under way in the background."""
 
     __tablename__ = "responses"
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     created: Mapped[int] = mapped_column(index=True)
     status: Mapped[str] = mapped_column(index=True)
     body: Mapped[str]
@@ -497,37 +491,33 @@ class ResponseRecord(Record):
     request: Mapped[str | None] = mapped_column(default=None)
 
 
-class ConversationRecord(Record):
+class ConversationRecord(OwnedRecord):
     """A conversation, which is a list of items."""
 
     __tablename__ = "conversations"
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     created: Mapped[int]
     labels: Mapped[dict[str, str]] = mapped_column("metadata")
 
 
-class ItemRecord(Record):
+class ItemRecord(OwnedRecord):
     """An item (`item` is its JSON) of a response, whose request it is of unless it is `output`, or of a
     conversation, or of both."""
 
     __tablename__ = "response_items"
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     item: Mapped[str]
     response: Mapped[str | None] = mapped_column(index=True)
     conversation: Mapped[str | None] = mapped_column(index=True)
     output: Mapped[bool]
 
 
-class StoredChat(Record):
+class StoredChat(ListedRecord):
     """A chat completion that is kept: `body` and `messages` are the JSON of the reply and of the request's
     messages."""
 
     __tablename__ = "chat_completions"
-    __table_args__ = (Index("chat_completions_of_tenant", "tenant", "number"),)
 
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     created: Mapped[int] = mapped_column(index=True)
     model: Mapped[str]
     body: Mapped[str]

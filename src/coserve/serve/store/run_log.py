@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from coserve.errors import QuotaExceeded
 from coserve.serve.artifacts.local import ArtifactStore
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, reads, writes
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas, bytes_in
 from coserve.serve.store.records import TinkerRequest, TinkerState
@@ -101,9 +101,10 @@ class RunLog:
 
         await self._write(run, write)
 
-    async def check_room(self, tenant: str) -> None:
+    @reads
+    def check_room(self, session: Session, tenant: str) -> None:
         """Raises QuotaExceeded where the tenant may keep nothing more."""
-        await self._database.read(lambda session: self._quotas.check_kept(session, tenant, 1, 1))
+        self._quotas.check_kept(session, tenant, 1, 1)
 
     async def trim(self, run: str, number: int) -> None:
         """Forgets requests up to the kept state after the request `number`, and older states."""
@@ -114,31 +115,28 @@ class RunLog:
         """Forgets a run: nobody goes on with it."""
         await self._forget(run, (), ())
 
-    async def read(self, run: str) -> LoggedRun | None:
+    @reads
+    def read(self, session: Session, run: str) -> LoggedRun | None:
         """The log of a run, None where there is none, or it is not whole."""
-
-        def read(session: Session) -> LoggedRun | None:
-            rows = session.scalars(
-                select(TinkerRequest)
-                .where(TinkerRequest.run == run)
-                .order_by(TinkerRequest.number, TinkerRequest.part)
+        rows = session.scalars(
+            select(TinkerRequest)
+            .where(TinkerRequest.run == run)
+            .order_by(TinkerRequest.number, TinkerRequest.part)
+        )
+        parts: dict[int, list[TinkerRequest]] = {}
+        for row in rows:
+            parts.setdefault(row.number, []).append(row)
+        whole = {
+            number: LoggedRequest(
+                number, own[0].kind, own[0].encoding, b"".join(one.data for one in own), own[0].outcome
             )
-            parts: dict[int, list[TinkerRequest]] = {}
-            for row in rows:
-                parts.setdefault(row.number, []).append(row)
-            whole = {
-                number: LoggedRequest(
-                    number, own[0].kind, own[0].encoding, b"".join(one.data for one in own), own[0].outcome
-                )
-                for number, own in parts.items()
-                if own[0].part == 0
-            }
-            states = select(TinkerState).where(TinkerState.run == run).order_by(TinkerState.number)
-            first = whole.pop(0, None)
-            kept = tuple(session.scalars(states))
-            return None if first is None else LoggedRun(first, tuple(whole.values()), kept)
-
-        return await self._database.read(read)
+            for number, own in parts.items()
+            if own[0].part == 0
+        }
+        states = select(TinkerState).where(TinkerState.run == run).order_by(TinkerState.number)
+        first = whole.pop(0, None)
+        kept = tuple(session.scalars(states))
+        return None if first is None else LoggedRun(first, tuple(whole.values()), kept)
 
     async def _forget(self, run: str, requests: Sequence[Any], states: Sequence[Any]) -> None:
         def write(session: Session) -> Sequence[Path]:
@@ -151,9 +149,7 @@ class RunLog:
         for path in await self._write(run, write):
             await self._artifacts.discard(self._folder / path)
 
-    async def _write(self, run: str, work: Callable[[Session], Any]) -> Any:
-        def write(session: Session) -> Any:
-            self._leases.require(session, LEASED, run)
-            return work(session)
-
-        return await self._database.write(write)
+    @writes
+    def _write(self, session: Session, run: str, work: Callable[[Session], Any]) -> Any:
+        self._leases.require(session, LEASED, run)
+        return work(session)

@@ -6,7 +6,7 @@ from typing import Final
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.orm import Session
 
-from coserve.serve.store.database import Database, page_of
+from coserve.serve.store.database import Database, owned, page_of, reads, writes
 from coserve.serve.store.labels import has_label
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import Page, StoredChat
@@ -20,21 +20,25 @@ class ChatStore:
     def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
         self._database, self._clock, self._quotas = database, clock, quotas
 
-    async def check_room(self, tenant: str) -> None:
+    @reads
+    def check_room(self, session: Session, tenant: str) -> None:
         """Raises QuotaExceeded where the tenant may keep nothing more."""
-        await self._database.read(lambda session: self._quotas.check_kept(session, tenant, 1, 1))
+        self._quotas.check_kept(session, tenant, 1, 1)
 
-    async def add(self, row: StoredChat) -> None:
+    @writes
+    def add(self, session: Session, row: StoredChat) -> None:
         """Adds a completion, which had room when it began."""
-        await self._database.write(lambda session: session.add(row))
+        session.add(row)
 
-    async def get(self, tenant: str, id: str) -> StoredChat | None:
+    @reads
+    def get(self, session: Session, tenant: str, id: str) -> StoredChat | None:
         """The tenant's completion with this id."""
-        found = select(StoredChat).where(StoredChat.tenant == tenant, StoredChat.id == id)
-        return await self._database.read(lambda session: session.scalar(found))
+        return owned(session, StoredChat, tenant, id)
 
-    async def page(
+    @reads
+    def page(
         self,
+        session: Session,
         tenant: str,
         after: str | None,
         limit: int,
@@ -50,40 +54,29 @@ class ChatStore:
         for name, value in labels.items():
             wanted.append(has_label(StoredChat.labels, name, value))
         size = func.length(StoredChat.body) + func.length(StoredChat.messages)
-        return await self._database.read(
-            lambda session: page_of(session, StoredChat, own, after, limit, ascending, size, wanted)
-        )
+        return page_of(session, StoredChat, own, after, limit, ascending, size, wanted)
 
-    async def label(self, tenant: str, id: str, labels: Mapping[str, str]) -> StoredChat | None:
+    @writes
+    def label(self, session: Session, tenant: str, id: str, labels: Mapping[str, str]) -> StoredChat | None:
         """Changes the metadata of a completion; None if there is none. Raises QuotaExceeded."""
+        found = owned(session, StoredChat, tenant, id)
+        if found is not None:
+            found.labels = dict(labels)
+            self._quotas.check_kept(session, tenant)
+        return found
 
-        def write(session: Session) -> StoredChat | None:
-            found = session.scalar(select(StoredChat).where(StoredChat.tenant == tenant, StoredChat.id == id))
-            if found is not None:
-                found.labels = dict(labels)
-                self._quotas.check_kept(session, tenant)
-            return found
-
-        return await self._database.write(write)
-
-    async def remove(self, tenant: str, id: str) -> bool:
+    @writes
+    def remove(self, session: Session, tenant: str, id: str) -> bool:
         """Removes a completion; False if there is none."""
+        found = owned(session, StoredChat, tenant, id)
+        if found is not None:
+            session.delete(found)
+        return found is not None
 
-        def write(session: Session) -> bool:
-            found = session.scalar(select(StoredChat).where(StoredChat.tenant == tenant, StoredChat.id == id))
-            if found is not None:
-                session.delete(found)
-            return found is not None
-
-        return await self._database.write(write)
-
-    async def sweep(self, before: float) -> bool:
+    @writes
+    def sweep(self, session: Session, before: float) -> bool:
         """Deletes some of what is older than this (Unix seconds); True where more may be left."""
-
-        def write(session: Session) -> bool:
-            old = select(StoredChat.number).where(StoredChat.created <= int(before))
-            numbers = session.scalars(old.order_by(StoredChat.created).limit(MOST_OLD_CHATS)).all()
-            session.execute(delete(StoredChat).where(StoredChat.number.in_(numbers)))
-            return len(numbers) == MOST_OLD_CHATS
-
-        return await self._database.write(write)
+        old = select(StoredChat.number).where(StoredChat.created <= int(before))
+        numbers = session.scalars(old.order_by(StoredChat.created).limit(MOST_OLD_CHATS)).all()
+        session.execute(delete(StoredChat).where(StoredChat.number.in_(numbers)))
+        return len(numbers) == MOST_OLD_CHATS

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from coserve.errors import ConfigError
 from coserve.serve.store import keys
 from coserve.serve.store.audit import note_action
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, reads, writes
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import Key, KeyRecord, LoginRecord, Tenant, TenantRows
 
@@ -37,15 +37,12 @@ class TenantStore:
 
     async def of_key(self, secret: str) -> Tenant | None:
         """The tenant of a key; None for a wrong or revoked one."""
-        if not keys.is_shaped(secret):
-            return None
-        prefix = {"prefix": keys.prefix_of(secret)}
+        return await self._of_key(secret) if keys.is_shaped(secret) else None
 
-        def read(session: Session) -> Tenant | None:
-            found = session.execute(_OWNER, prefix)
-            return next((owner for digest, owner in found if keys.matches(secret, digest)), None)
-
-        return await self._database.read(read)
+    @reads
+    def _of_key(self, session: Session, secret: str) -> Tenant | None:
+        found = session.execute(_OWNER, {"prefix": keys.prefix_of(secret)})
+        return next((owner for digest, owner in found if keys.matches(secret, digest)), None)
 
     async def is_open(self) -> bool:
         """Tells whether no key has ever existed: only then requests from this machine need none.
@@ -56,32 +53,29 @@ class TenantStore:
             self._had_keys = await self._database.read(lambda session: session.scalar(_ANY)) is not None
         return not self._had_keys
 
-    async def forget_keys(self) -> bool:
+    @writes
+    def forget_keys(self, session: Session) -> bool:
         """Deletes all keys if all are revoked; otherwise False, with nothing changed."""
-
-        def write(session: Session) -> bool:
-            if session.scalar(_ANY.where(_IN_FORCE)) is not None:
-                return False
-            session.execute(delete(LoginRecord))
-            session.execute(delete(KeyRecord))
-            note_action(session, int(self._clock()), "keys.forgotten", "keys", "")
-            return True
-
-        return await self._database.write(write)
+        if session.scalar(_ANY.where(_IN_FORCE)) is not None:
+            return False
+        session.execute(delete(LoginRecord))
+        session.execute(delete(KeyRecord))
+        note_action(session, int(self._clock()), "keys.forgotten", "keys", "")
+        return True
 
     async def any_keys(self) -> bool:
         """Tells whether there is a valid key."""
         return await self._database.read(lambda session: session.scalar(_ANY.where(_IN_FORCE))) is not None
 
-    async def get(self, tenant: str) -> Tenant | None:
+    @reads
+    def get(self, session: Session, tenant: str) -> Tenant | None:
         """The tenant with this id."""
-        found = select(Tenant).where(Tenant.id == tenant)
-        return await self._database.read(lambda session: session.scalar(found))
+        return session.scalar(select(Tenant).where(Tenant.id == tenant))
 
-    async def list(self) -> tuple[Tenant, ...]:
+    @reads
+    def list(self, session: Session) -> tuple[Tenant, ...]:
         """All tenants, the oldest first."""
-        found = select(Tenant).order_by(Tenant.number)
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
+        return tuple(session.scalars(select(Tenant).order_by(Tenant.number)))
 
     async def create_key(self, tenant: str, weight: float | None = None) -> tuple[Key, str]:
         """Creates a key for the tenant of this name (created if missing); returns it and its secret.
@@ -111,7 +105,8 @@ class TenantStore:
 
         return await self._database.write(write), secret
 
-    async def keys(self, tenant: str | None = None) -> tuple[Key, ...]:
+    @reads
+    def keys(self, session: Session, tenant: str | None = None) -> tuple[Key, ...]:
         """All keys, or those of the tenant with this id, revoked ones too, the oldest first."""
         found = (
             select(KeyRecord.id, Tenant.name, KeyRecord.prefix, KeyRecord.created, KeyRecord.revoked)
@@ -120,28 +115,26 @@ class TenantStore:
         )
         if tenant is not None:
             found = found.where(KeyRecord.tenant == tenant)
-        return await self._database.read(lambda session: tuple(Key(*row) for row in session.execute(found)))
+        return tuple(Key(*row) for row in session.execute(found))
 
-    async def kept(self, tenant: str) -> tuple[TenantRows, ...]:
+    @reads
+    def kept(self, session: Session, tenant: str) -> tuple[TenantRows, ...]:
         """The rows and bytes that the server keeps of a tenant, by table."""
         found = select(TenantRows).where(TenantRows.tenant == tenant, TenantRows.rows > 0)
-        found = found.order_by(TenantRows.bytes.desc())
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
+        return tuple(session.scalars(found.order_by(TenantRows.bytes.desc())))
 
-    async def revoke_key(self, key: str) -> bool:
+    @writes
+    def revoke_key(self, session: Session, key: str) -> bool:
         """Revokes a key at once, by its id or its prefix; False if there is no such valid key."""
         named = (KeyRecord.id == key) | (KeyRecord.prefix == key)
+        found = session.scalars(select(KeyRecord).where(named, _IN_FORCE)).all()
+        for one in found:
+            one.revoked = int(self._clock())
+            note_action(session, one.revoked, "key.revoked", one.id, one.tenant, one.prefix)
+        return bool(found)
 
-        def write(session: Session) -> bool:
-            found = session.scalars(select(KeyRecord).where(named, _IN_FORCE)).all()
-            for one in found:
-                one.revoked = int(self._clock())
-                note_action(session, one.revoked, "key.revoked", one.id, one.tenant, one.prefix)
-            return bool(found)
-
-        return await self._database.write(write)
-
-    async def revoked(self, digests: Collection[bytes]) -> frozenset[bytes]:
+    @reads
+    def revoked(self, session: Session, digests: Collection[bytes]) -> frozenset[bytes]:
         """The digests (`keys.digest_of`) among these whose keys are revoked."""
         found = select(KeyRecord.digest).where(KeyRecord.digest.in_(digests), KeyRecord.revoked.is_not(None))
-        return await self._database.read(lambda session: frozenset(session.scalars(found)))
+        return frozenset(session.scalars(found))

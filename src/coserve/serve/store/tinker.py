@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, delete, func, or_, select, union_all, upda
 from sqlalchemy.orm import Session
 
 from coserve.serve.artifacts.local import ArtifactStore
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, owned, reads, writes
 from coserve.serve.store.leases import Leases
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import (
@@ -44,61 +44,63 @@ class TinkerSessionStore:
     def __init__(self, database: Database, quotas: Quotas) -> None:
         self._database, self._quotas = database, quotas
 
-    async def add(self, row: TinkerSession | TinkerSampler | TinkerRun) -> bool:
+    @writes
+    def add(self, session: Session, row: TinkerSession | TinkerSampler | TinkerRun) -> bool:
         """Adds a row; False if there is one with this id. Raises QuotaExceeded."""
+        kind = type(row)
+        if session.scalar(select(kind.id).where(kind.id == row.id)) is not None:
+            return False
+        session.add(row)
+        self._quotas.check_kept(session, row.tenant)
+        return True
 
-        def write(session: Session) -> bool:
-            kind = type(row)
-            if session.scalar(select(kind.id).where(kind.id == row.id)) is not None:
-                return False
-            session.add(row)
-            self._quotas.check_kept(session, row.tenant)
-            return True
-
-        return await self._database.write(write)
-
-    async def get(self, kind: type[R], tenant: str, id: str) -> R | None:
+    @reads
+    def get(self, session: Session, kind: type[R], tenant: str, id: str) -> R | None:
         """The tenant's row of a kind with this id."""
-        found = select(kind).where(*_of(kind, tenant), kind.id == id)
-        return await self._database.read(lambda session: session.scalar(found))
+        return session.scalar(select(kind).where(*_of(kind, tenant), kind.id == id))
 
-    async def page(
-        self, kind: type[R], tenant: str, offset: int, limit: int, *wanted: ColumnElement[bool]
+    @reads
+    def page(
+        self,
+        session: Session,
+        kind: type[R],
+        tenant: str,
+        offset: int,
+        limit: int,
+        *wanted: ColumnElement[bool],
     ) -> tuple[Sequence[R], int]:
         """The tenant's rows that meet all conditions, the newest first, and their number in all."""
         conditions = (*_of(kind, tenant), *wanted)
         rows = select(kind).where(*conditions).order_by(kind.number.desc()).offset(offset).limit(limit)
         count = select(func.count()).select_from(kind).where(*conditions)
-        return await self._database.read(
-            lambda session: (tuple(session.scalars(rows)), session.scalars(count).one())
-        )
+        return (tuple(session.scalars(rows)), session.scalars(count).one())
 
-    async def ids(
-        self, kind: type[R], tenant: str, offset: int, limit: int, *wanted: ColumnElement[bool]
+    @reads
+    def ids(
+        self,
+        session: Session,
+        kind: type[R],
+        tenant: str,
+        offset: int,
+        limit: int,
+        *wanted: ColumnElement[bool],
     ) -> Sequence[str]:
         """As `page`, of the rows' ids alone: their metadata are not read."""
         found = select(kind.id).where(*_of(kind, tenant), *wanted).order_by(kind.number.desc())
-        return await self._database.read(
-            lambda session: tuple(session.scalars(found.offset(offset).limit(limit)))
-        )
+        return tuple(session.scalars(found.offset(offset).limit(limit)))
 
-    async def change(self, kind: type[R], id: str, **values: Any) -> None:
+    @writes
+    def change(self, session: Session, /, kind: type[R], id: str, **values: Any) -> None:
         """Changes columns of the row with this id."""
-        changed = update(kind).where(kind.id == id).values(**values)
-        await self._database.write(lambda session: session.execute(changed))
+        session.execute(update(kind).where(kind.id == id).values(**values))
 
-    async def finish(self, tenant: str, id: str, reason: Mapping[str, Any]) -> bool:
+    @writes
+    def finish(self, session: Session, tenant: str, id: str, reason: Mapping[str, Any]) -> bool:
         """Notes why a session ended, unless that is known; False if the tenant has no such session."""
-
-        def write(session: Session) -> bool:
-            found = session.scalar(
-                select(TinkerSession).where(TinkerSession.tenant == tenant, TinkerSession.id == id)
-            )
-            if found is not None and found.finished is None:
-                found.finished = dict(reason)
-            return found is not None
-
-        return await self._database.write(write)
+        found = owned(session, TinkerSession, tenant, id)
+        if found is not None and found.finished is None:
+            found.finished = dict(reason)
+        return found is not None
 
 
 class TinkerCheckpointStore:
@@ -110,7 +112,10 @@ class TinkerCheckpointStore:
         self._database, self._folder, self._quotas = database, folder, quotas
         self._artifacts, self._leases = artifacts, leases
 
-    async def find(self, tenant: str, path: str, now: float, own: bool = False) -> TinkerCheckpoint | None:
+    @reads
+    def find(
+        self, session: Session, tenant: str, path: str, now: float, own: bool = False
+    ) -> TinkerCheckpoint | None:
         """The checkpoint at a `tinker://` path that the tenant may read, or with `own` change."""
         named = parse_path(path)
         if named is None:
@@ -124,15 +129,22 @@ class TinkerCheckpointStore:
             readable if own else or_(readable, TinkerCheckpoint.public),
             _lasting(now),
         )
-        return await self._database.read(lambda session: session.scalar(found))
+        return session.scalar(found)
 
-    async def get(self, id: str) -> TinkerCheckpoint | None:
+    @reads
+    def get(self, session: Session, id: str) -> TinkerCheckpoint | None:
         """The checkpoint with this id, of any tenant."""
-        found = select(TinkerCheckpoint).where(TinkerCheckpoint.id == id)
-        return await self._database.read(lambda session: session.scalar(found))
+        return session.scalar(select(TinkerCheckpoint).where(TinkerCheckpoint.id == id))
 
-    async def page(
-        self, tenant: str, now: float, run: str | None = None, offset: int = 0, limit: int | None = None
+    @reads
+    def page(
+        self,
+        session: Session,
+        tenant: str,
+        now: float,
+        run: str | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> tuple[Sequence[TinkerCheckpoint], int]:
         """The tenant's lasting checkpoints (of one run), the newest first, and their number in all."""
         wanted = [*_listed(tenant, now)]
@@ -140,27 +152,26 @@ class TinkerCheckpointStore:
             wanted.append(TinkerCheckpoint.run == run)
         rows = select(TinkerCheckpoint).where(*wanted).order_by(TinkerCheckpoint.number.desc())
         count = select(func.count()).select_from(TinkerCheckpoint).where(*wanted)
-        return await self._database.read(
-            lambda session: (
-                tuple(session.scalars(rows.offset(offset).limit(limit))),
-                session.scalars(count).one(),
-            )
+        return (
+            tuple(session.scalars(rows.offset(offset).limit(limit))),
+            session.scalars(count).one(),
         )
 
-    async def newest(
-        self, tenant: str, now: float, runs: Sequence[str]
+    @reads
+    def newest(
+        self, session: Session, tenant: str, now: float, runs: Sequence[str]
     ) -> Mapping[tuple[str, str], TinkerCheckpoint]:
         """The newest lasting checkpoint of each run and kind, as far as there is one, by both."""
         wanted = [TinkerCheckpoint.run.in_(runs), *_listed(tenant, now)]
         number = func.max(TinkerCheckpoint.number)
         newest = select(number).where(*wanted).group_by(TinkerCheckpoint.run, TinkerCheckpoint.kind)
-        found = select(TinkerCheckpoint).where(TinkerCheckpoint.number.in_(newest))
-        rows = await self._database.read(lambda session: tuple(session.scalars(found)))
+        rows = session.scalars(select(TinkerCheckpoint).where(TinkerCheckpoint.number.in_(newest)))
         return {(row.run, row.kind): row for row in rows}
 
-    async def check_room(self, tenant: str) -> None:
+    @reads
+    def check_room(self, session: Session, tenant: str) -> None:
         """Raises QuotaExceeded where the tenant may store nothing more."""
-        await self._database.read(lambda session: self._quotas.check_storage(session, tenant, 1))
+        self._quotas.check_storage(session, tenant, 1)
 
     async def add(
         self,
@@ -201,10 +212,10 @@ class TinkerCheckpointStore:
 
         return await self._database.write(write)
 
-    async def change(self, id: str, **values: Any) -> None:
+    @writes
+    def change(self, session: Session, /, id: str, **values: Any) -> None:
         """Changes whether a checkpoint is public or when it expires."""
-        changed = update(TinkerCheckpoint).where(TinkerCheckpoint.id == id).values(**values)
-        await self._database.write(lambda session: session.execute(changed))
+        session.execute(update(TinkerCheckpoint).where(TinkerCheckpoint.id == id).values(**values))
 
     async def remove(self, id: str) -> None:
         """Removes a row, and then its folder."""
@@ -224,19 +235,20 @@ class TinkerCheckpointStore:
         if path is not None:
             await self._artifacts.discard(self._folder / path)
 
-    async def outdated(self, now: float) -> Sequence[TinkerCheckpoint]:
+    @reads
+    def outdated(self, session: Session, now: float) -> Sequence[TinkerCheckpoint]:
         """Checkpoints of all tenants that have expired."""
-        found = select(TinkerCheckpoint).where(TinkerCheckpoint.expires <= now)
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
+        return tuple(session.scalars(select(TinkerCheckpoint).where(TinkerCheckpoint.expires <= now)))
 
-    async def temporary(self, session_id: str | None = None) -> Sequence[TinkerCheckpoint]:
+    @reads
+    def temporary(self, session: Session, session_id: str | None = None) -> Sequence[TinkerCheckpoint]:
         """Temporary checkpoints, of one session or of all, the oldest first."""
         found = select(TinkerCheckpoint).where(TinkerCheckpoint.temporary).order_by(TinkerCheckpoint.number)
         if session_id is not None:
             found = found.join(TinkerRun, TinkerCheckpoint.run == TinkerRun.id).where(
                 TinkerRun.session == session_id
             )
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
+        return tuple(session.scalars(found))
 
     async def sweep(self, folder: Path) -> None:
         """Removes temporary checkpoints and folders without a row, left by a killed server, but for those of

@@ -6,7 +6,7 @@ from typing import Any, Final
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, owned, reads, writes
 from coserve.serve.store.files import PutFile
 from coserve.serve.store.quotas import Quotas
 from coserve.serve.store.records import File, UploadRecord
@@ -20,19 +20,16 @@ class UploadStore:
     def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas, put: PutFile) -> None:
         self._database, self._clock, self._quotas, self._put = database, clock, quotas, put
 
-    async def add(self, upload: UploadRecord) -> None:
+    @writes
+    def add(self, session: Session, upload: UploadRecord) -> None:
         """Adds an upload. Raises QuotaExceeded."""
+        self._quotas.check_storage(session, upload.tenant, upload.size)
+        session.add(upload)
 
-        def write(session: Session) -> None:
-            self._quotas.check_storage(session, upload.tenant, upload.size)
-            session.add(upload)
-
-        await self._database.write(write)
-
-    async def get(self, tenant: str, id: str) -> UploadRecord | None:
+    @reads
+    def get(self, session: Session, tenant: str, id: str) -> UploadRecord | None:
         """The tenant's upload with this id."""
-        found = select(UploadRecord).where(UploadRecord.tenant == tenant, UploadRecord.id == id)
-        return await self._database.read(lambda session: session.scalar(found))
+        return owned(session, UploadRecord, tenant, id)
 
     async def end(self, id: str, status: str, file: File | None = None) -> bool:
         """Ends a pending upload, with its file if it is completed; False if it is not pending. Raises
@@ -54,8 +51,8 @@ class UploadStore:
 
         return await self._database.write(write)
 
-    async def expired(self) -> Sequence[UploadRecord]:
+    @reads
+    def expired(self, session: Session) -> Sequence[UploadRecord]:
         """Some uploads that are pending after their time, of all tenants."""
         late = UploadRecord.status == "pending", UploadRecord.expires <= self._clock()
-        found = select(UploadRecord).where(*late).limit(MOST_EXPIRED_UPLOADS)
-        return await self._database.read(lambda session: tuple(session.scalars(found)))
+        return tuple(session.scalars(select(UploadRecord).where(*late).limit(MOST_EXPIRED_UPLOADS)))

@@ -22,7 +22,7 @@ from sqlalchemy import ColumnElement, Select, delete, func, select
 from sqlalchemy.orm import Session
 
 from coserve.errors import CoserveError
-from coserve.serve.store.database import Database
+from coserve.serve.store.database import Database, reads, writes
 from coserve.serve.store.durable import write_whole
 from coserve.serve.store.ids import new_id
 from coserve.serve.store.records import MergedSegment, TenantRows, UsageRecord
@@ -115,8 +115,10 @@ class UsageStore:
             except (CoserveError, OSError) as error:
                 log.warning("usage cannot be added up now: %s", error)
 
-    async def rows(
+    @reads
+    def rows(
         self,
+        session: Session,
         since: int,
         until: int,
         width: int = HOUR,
@@ -130,29 +132,22 @@ class UsageStore:
         bucket = UsageRecord.hour - UsageRecord.hour % width
         within = _within(since, until, tenant)
         starts = select(bucket).where(*within).distinct().order_by(bucket).limit(most)
+        last = max(session.scalars(starts), default=since)
+        query = _query(bucket, groups).where(*within, bucket <= last)
+        names, found = (*COUNTS, "kept_bytes"), session.execute(query).all()
+        at = 1 + len(groups)
+        return [
+            (row[0], dict(zip(groups, row[1:at], strict=True)), dict(zip(names, row[at:], strict=True)))
+            for row in found
+        ]
 
-        def read(session: Session) -> Sequence[tuple[int, dict[str, str], dict[str, int]]]:
-            last = max(session.scalars(starts), default=since)
-            query = _query(bucket, groups).where(*within, bucket <= last)
-            names, found = (*COUNTS, "kept_bytes"), session.execute(query).all()
-            at = 1 + len(groups)
-            return [
-                (row[0], dict(zip(groups, row[1:at], strict=True)), dict(zip(names, row[at:], strict=True)))
-                for row in found
-            ]
-
-        return await self._database.read(read)
-
-    async def sweep(self, before: float) -> bool:
+    @writes
+    def sweep(self, session: Session, before: float) -> bool:
         """Deletes some rows of hours before a time (Unix seconds); True where more may be left."""
-
-        def write(session: Session) -> bool:
-            oldest = session.scalar(select(func.min(UsageRecord.hour)).where(UsageRecord.hour < before))
-            if oldest is not None:
-                session.execute(delete(UsageRecord).where(UsageRecord.hour == oldest))
-            return oldest is not None
-
-        return await self._database.write(write)
+        oldest = session.scalar(select(func.min(UsageRecord.hour)).where(UsageRecord.hour < before))
+        if oldest is not None:
+            session.execute(delete(UsageRecord).where(UsageRecord.hour == oldest))
+        return oldest is not None
 
     def close(self) -> None:
         """Closes the journal; its lines are merged when it is opened again."""

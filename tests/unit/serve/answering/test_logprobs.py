@@ -53,26 +53,27 @@ def test_what_is_written_is_what_the_schemas_say(seed: int, text: Text) -> None:
     tokens = [draw.randrange(1152) for _ in rows]
     said = json.loads(b"".join(writer.chat(tokens, Scores.of(rows)).pieces))
     chat = ChatLogprobs.model_validate(said, strict=True)
-    assert [one.token for one in chat.content] == [text.token_text(token) for token in tokens]
+    assert [one.token for one in chat.content] == [text.tokens.text_of(token) for token in tokens]
     assert [one.logprob for one in chat.content] == [max(row.chosen, LOWEST) for row in rows]
     for one, row in zip(chat.content, rows, strict=True):
         assert [(other.token, other.bytes, other.logprob) for other in one.top_logprobs] == [
-            (text.token_text(id), list(text.token_bytes(id)), max(logprob, LOWEST)) for id, logprob in row.top
+            (text.tokens.text_of(id), list(text.tokens.bytes_of(id)), max(logprob, LOWEST))
+            for id, logprob in row.top
         ]
     starts = list(range(len(tokens)))
     is_first = bool(tokens) and draw.random() < 0.5
     scores = Scores.of(rows[1:] if is_first else rows)
     told = json.loads(b"".join(writer.completion(tokens, starts, scores, 3, is_first).pieces))
     plain = CompletionLogprobs.model_validate(told, strict=True)
-    assert plain.tokens == [text.token_text(token) for token in tokens] and plain.text_offset == starts
+    assert plain.tokens == [text.tokens.text_of(token) for token in tokens] and plain.text_offset == starts
     known = [None, *rows[1:]] if is_first else rows
     assert plain.token_logprobs == [None if row is None else max(row.chosen, LOWEST) for row in known]
     expected = [
         None
         if row is None
         else {
-            text.token_text(token): max(row.chosen, LOWEST),
-            **{text.token_text(id): max(logprob, LOWEST) for id, logprob in reversed(row.top)},
+            text.tokens.text_of(token): max(row.chosen, LOWEST),
+            **{text.tokens.text_of(id): max(logprob, LOWEST) for id, logprob in reversed(row.top)},
         }
         for token, row in zip(tokens, known, strict=True)
     ]

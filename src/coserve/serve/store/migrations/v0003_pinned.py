@@ -5,8 +5,6 @@ from sqlalchemy import Boolean, Column, false
 
 revision = "0003"
 down_revision = "0002"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

@@ -5,8 +5,6 @@ from sqlalchemy import Column, Integer, Text
 
 revision = "0006"
 down_revision = "0005"
-branch_labels = None
-depends_on = None
 
 _ROW = 200  # bytes that a row takes beside its texts: numbers, keys, entries in indices
 _OWN = "{row}.tenant"

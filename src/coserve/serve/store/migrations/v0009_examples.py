@@ -5,8 +5,6 @@ from sqlalchemy import Column, Integer
 
 revision = "0009"
 down_revision = "0008"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

@@ -7,8 +7,6 @@ from coserve.serve.store.migrations import v0006_kept
 
 revision = "0010"
 down_revision = "0009"
-branch_labels = None
-depends_on = None
 
 _OWNER, _COLUMNS, _HAS_FILES = v0006_kept.TABLES["files"]
 TABLES = {"files": (_OWNER, f"{_COLUMNS} details", _HAS_FILES)}

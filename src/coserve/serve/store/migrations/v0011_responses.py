@@ -4,11 +4,10 @@ import sqlalchemy as sa
 from alembic import op
 
 from coserve.serve.store.migrations.v0006_kept import count_rows
+from coserve.serve.store.tables import integers, make_records, objects, texts
 
 revision = "0011"
 down_revision = "0010"
-branch_labels = None
-depends_on = None
 
 _OWN = "{row}.tenant"
 TABLES = {
@@ -19,38 +18,15 @@ TABLES = {
 }
 
 
-def _record(name: str, *parts: sa.Column[object] | sa.schema.SchemaItem) -> None:
-    op.create_table(
-        name,
-        sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
-        sa.Column("id", sa.Text, nullable=False, unique=True),
-        sa.Column("tenant", sa.Text, sa.ForeignKey("tenants.id"), nullable=False),
-        *parts,
-        sqlite_autoincrement=True,
-    )
-
-
-def _text(name: str, nullable: bool = False) -> sa.Column[object]:
-    return sa.Column(name, sa.Text, nullable=nullable)
-
-
-def _created() -> sa.Column[object]:
-    return sa.Column("created", sa.Integer, nullable=False)
-
-
 def upgrade() -> None:
     """Adds four tables, empty."""
-    labels = sa.Column("metadata", sa.JSON(none_as_null=True), nullable=False)
-    _record(
-        "responses", _created(), _text("status"), _text("body"), _text("previous", True),
-        _text("conversation", True), _text("request", True),
-    )  # fmt: skip
-    _record("conversations", _created(), labels)
-    _record(
-        "response_items", _text("item"), _text("response", True), _text("conversation", True),
-        sa.Column("output", sa.Boolean, nullable=False),
-    )  # fmt: skip
-    _record("chat_completions", _created(), _text("model"), _text("body"), _text("messages"), labels.copy())
+    more = texts("previous conversation request", nullable=True)
+    make_records("responses", *integers("created"), *texts("status body"), *more)
+    make_records("conversations", *integers("created"), *objects("metadata", nullable=False))
+    output = sa.Column("output", sa.Boolean, nullable=False)
+    make_records("response_items", *texts("item"), *texts("response conversation", nullable=True), output)
+    kept = *texts("model body messages"), *objects("metadata", nullable=False)
+    make_records("chat_completions", *integers("created"), *kept)
     for table, columns in (
         ("responses", ("created", "previous", "status")),
         ("response_items", ("conversation", "response")),

@@ -3,30 +3,25 @@
 import sqlalchemy as sa
 from alembic import op
 
+from coserve.serve.store.tables import integers, make_records, texts
+
 revision = "0015"
 down_revision = "0013"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
     """Adds two tables and a mark, empty. A trigger refuses changes of the audit log."""
     op.create_table(
         "usage",
-        *(sa.Column("hour", sa.Integer, primary_key=True), _key("tenant"), _key("key"), _key("model")),
-        *(_key("version"), _count("requests"), _count("input_tokens"), _count("cached_tokens")),
-        *(_count("output_tokens"), _count("trained_tokens"), _count("kept_bytes")),
+        sa.Column("hour", sa.Integer, primary_key=True),
+        *(sa.Column(name, sa.Text, primary_key=True) for name in ("tenant", "key", "model", "version")),
+        *integers("requests input_tokens cached_tokens output_tokens trained_tokens kept_bytes"),
     )
     op.create_index("usage_of_tenant", "usage", ["tenant", "hour"])
-    op.create_table("usage_merged", sa.Column("journal", sa.Text, primary_key=True), _count("segment"))
-    op.create_table(
-        "audit",
-        sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
-        sa.Column("id", sa.Text, nullable=False, unique=True),
-        *(_count("time"), _text("actor"), _text("action"), _text("subject"), _text("tenant")),
-        *(_text("key"), _text("address"), _text("request_id"), _text("details")),
-        sqlite_autoincrement=True,
-    )
+    journal = sa.Column("journal", sa.Text, primary_key=True)
+    op.create_table("usage_merged", journal, *integers("segment"))
+    columns = "actor action subject tenant key address request_id details"
+    make_records("audit", *integers("time"), *texts(columns), owned=False)
     op.create_index("audit_of_tenant", "audit", ["tenant", "number"])
     op.create_index("ix_audit_time", "audit", ["time"])
     if op.get_context().dialect.name == "postgresql":
@@ -43,15 +38,3 @@ def upgrade() -> None:
         "CREATE TRIGGER audit_is_append_only BEFORE UPDATE ON audit "
         "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END"
     )
-
-
-def _key(name: str) -> sa.Column[str]:
-    return sa.Column(name, sa.Text, primary_key=True)
-
-
-def _text(name: str) -> sa.Column[str]:
-    return sa.Column(name, sa.Text, nullable=False)
-
-
-def _count(name: str) -> sa.Column[int]:
-    return sa.Column(name, sa.Integer, nullable=False)

@@ -5,8 +5,6 @@ from sqlalchemy import Boolean, Column, Integer, false
 
 revision = "0018"
 down_revision = "0016"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

@@ -5,8 +5,6 @@ from alembic import op
 
 revision = "0023"
 down_revision = "0019"
-branch_labels = None
-depends_on = None
 _BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # where it has 64 bits, too
 
 

@@ -7,8 +7,6 @@ from coserve.serve.store.migrations import v0006_kept
 
 revision = "0024"
 down_revision = "0023"
-branch_labels = None
-depends_on = None
 
 _BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # where it has 64 bits, too
 _OWN = "{row}.tenant"
