@@ -230,13 +230,23 @@ def test_a_run_comes_back_to_a_server_that_had_it_before(
         first = Hang(a, monkeypatch)
         assert (await insist(there, "optim_step", {**asked, "seq_id": 3})).status_code == 200
         assert "metrics" in await told(there, f"{run}:3")
+        followed, noticed = asyncio.Event(), asyncio.Event()
+
+        async def slowly(lost: Set[LeaseKey]) -> None:
+            """Follows what was lost before runs do, for a long time."""
+            if lost:
+                noticed.set()
+                await followed.wait()
+
+        a.state.store.leases.on_renewed.insert(0, slowly)
         first.go_on()
-        await a.until(lambda: not a.app.state.tinker.runs._open)
+        await noticed.wait()
         a.engine.deaf_to = ()
 
         before = len(sent(a, SessionCommand))
         Hang(b, monkeypatch)
         assert (await insist(here, "optim_step", {**asked, "seq_id": 4})).status_code == 200
+        followed.set()  # it has come back since, and stays
         for number in (1, 2, 3, 4):
             assert "error" not in await told(here, f"{run}:{number}")
         names = [type(one).__name__ for one in sent(a, SessionCommand)[before:]]

@@ -229,6 +229,7 @@ class RunRequests:
                 try:
                     await self._runs.handover.accept(run, request)
                 except LeaseLost as error:
+                    self._runs.withdraw(run)
                     raise elsewhere(id) from error
         return self._begin(run, request.number, request.kind, work)
 

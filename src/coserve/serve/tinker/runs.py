@@ -88,14 +88,16 @@ class Runs:
         return self._lost.get((tenant.id, id))
 
     async def _follow_others(self, lost: Set[LeaseKey]) -> None:
-        """Withdraws runs that go on at other servers, and gives back the leases of those that are over."""
-        taken = {id for kind, id in lost if kind == LEASED}
+        """Withdraws runs that go on at other servers, and gives back the leases of those that are over. One
+        that was `lost` may have been taken back since."""
+        leases = self._state.store.leases
+        taken = {id for kind, id in lost if kind == LEASED and not leases.has(kind, id)}
         for run in [run for run in self._open.values() if run.row.id in taken]:
             self.withdraw(run)
         for id in taken & self._taking.keys():
             self._taking[id].cancel()
         under_way = self._opening | self._taking.keys() | {id for _, id in self._open}
-        await self._state.store.leases.release_but(LEASED, under_way | self.handover.dropping)
+        await leases.release_but(LEASED, under_way | self.handover.dropping)
 
     def open_runs(self, id: str) -> list[OpenRun]:
         """The open run with this id, if there is one."""
