@@ -1,11 +1,11 @@
 """Turns the last hidden states of a pass into tokens and log-probabilities."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from msgspec.structs import replace
+from msgspec import structs
 from torch import Tensor
 
 from coserve.adapters.bypass import Bypasses
@@ -121,10 +121,10 @@ class Sampler:
                 drawn.states.commit()
             for key, of_prompt in drawn.scored.items():
                 before = results[key].prompt_logprobs
-                results[key] = replace(results[key], prompt_logprobs=(*before, *of_prompt))
+                results[key] = structs.replace(results[key], prompt_logprobs=(*before, *of_prompt))
         for key in {key for drawn in passes for key in drawn.pooled}:
             parts = [drawn.pooled[key] for drawn in passes if key in drawn.pooled]
-            results[key] = replace(results[key], pooled=little("f", sum(parts[1:], parts[0]).tolist()))
+            results[key] = structs.replace(results[key], pooled=little("f", sum(parts[1:], parts[0]).tolist()))
         return results
 
     def draws(self, segments: Sequence[InferenceSegment]) -> bool | None:
