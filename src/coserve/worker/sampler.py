@@ -124,7 +124,9 @@ class Sampler:
                 results[key] = structs.replace(results[key], prompt_logprobs=(*before, *of_prompt))
         for key in {key for drawn in passes for key in drawn.pooled}:
             parts = [drawn.pooled[key] for drawn in passes if key in drawn.pooled]
-            results[key] = structs.replace(results[key], pooled=little("f", sum(parts[1:], parts[0]).tolist()))
+            results[key] = structs.replace(
+                results[key], pooled=little("f", sum(parts[1:], parts[0]).tolist())
+            )
         return results
 
     def draws(self, segments: Sequence[InferenceSegment]) -> bool | None:
