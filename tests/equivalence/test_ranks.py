@@ -312,7 +312,7 @@ EIGHT, FOUR_BITS = {"quantize": "8bit"}, {"quantize": "4bit"}
 
 # After an optimizer step, which divides gradients by their size, norms of recurrent layers' were up to 1.1e-4
 # away; before it, within 1e-5.
-NEARLY: Final[dict[str, Any]] = {"near": 1e-3}
+NEARLY: Final[dict[str, Any]] = {"near": 2e-4}
 
 
 @pytest.mark.sample(1)
