@@ -41,6 +41,16 @@ def busy(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[Se
     made.end()
 
 
+@pytest.fixture(autouse=True)
+def no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves no job behind, which would hold the one place of the next."""
+    yield
+    if "busy" in request.fixturenames:
+        url = request.getfixturevalue("busy").url
+        jobs = httpx2.get(f"{url}{JOBS}?limit=100", timeout=60).json()["data"]
+        cancel(url, *(one["id"] for one in jobs if one["finished_at"] is None))
+
+
 @pytest.fixture
 def sums(tmp_path: Path) -> Path:
     file = tmp_path / "my sums.jsonl"

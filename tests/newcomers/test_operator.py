@@ -71,12 +71,12 @@ def test_what_was_acknowledged_survives_a_kill_and_comes_back_from_a_backup(desk
         openai.OpenAI(base_url=f"{desk.url}/v1", api_key="none").models.list()
     with openai.OpenAI(base_url=f"{desk.url}/v1", api_key=key) as client:
         job = start_job(client)
-        said = {command: desk.run(command) for command in commands("operating-8")}
+        said = {command: desk.run(command) for command in commands("operating-7")}
         assert "\ncoserve_engine_up" in "".join(said.values())
         (jobs,) = (printed for command, printed in said.items() if command.endswith("coserve jobs"))
         assert job not in jobs, "the monitoring key is of another tenant"
         wait_until(lambda: reached(client, job) >= 8, PATIENCE)
-        for command in commands("operating-9"):
+        for command in commands("operating-8"):
             desk.run(command)
         backed_up = reached(client, job)
 
@@ -90,7 +90,7 @@ def test_what_was_acknowledged_survives_a_kill_and_comes_back_from_a_backup(desk
         assert len([one for one in events if one.startswith("Created fine-tuning job")]) == 1
         desk.end()
 
-        for command in commands("operating-10"):
+        for command in commands("operating-9"):
             desk.run(command)
         desk.run("coserve serve --state /var/lib/coserve-restored")
         assert reached(client, job) >= 8, "what the backup has"

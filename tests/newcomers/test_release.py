@@ -95,7 +95,7 @@ def test_it_is_installed_into_an_empty_environment_and_used(wheel: Path, tmp_pat
             stdout=console, stderr=subprocess.STDOUT, env=environment, cwd=tmp_path,
         )  # fmt: skip
     try:
-        wait_until(lambda: "ready in" in said.read_text() or server.poll() is not None, PATIENCE)
+        wait_until(lambda: "ready in" in said.read_text() or server.poll() is not None, INSTALLING)
         (url,) = re.findall(r"coserve-tiny on (http://127\.0\.0\.1:\d+)", said.read_text())
         environment["COSERVE_URL"] = url
         run(coserve, "finetune", "train.jsonl", "--suffix", "mine", environment=environment, cwd=tmp_path)
