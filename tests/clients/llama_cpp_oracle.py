@@ -1,5 +1,5 @@
-"""What llama.cpp computes of a GGUF file, and of an adapter beside it: the likeliest next tokens behind
-prompts, as tokens or texts. It runs in the clients' environment, without coserve. JSON goes in and out."""
+"""Asks llama.cpp for the likeliest next tokens behind prompts, by a GGUF file and an adapter beside it. It
+runs in the clients' environment, without coserve. JSON goes in and out."""
 
 import json
 import sys

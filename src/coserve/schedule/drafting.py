@@ -74,7 +74,7 @@ def awaits_drafts(sequence: Sequence, queues: RequestQueues) -> bool:
 
 
 def _lookup(sequence: Sequence, queues: RequestQueues) -> PromptLookup | None:
-    """What drafts a running sequence's next tokens; None where it may have no drafts."""
+    """The lookup of a running sequence, which drafts its next tokens; None where it may have no drafts."""
     config = queues.caches.of(sequence).config.speculation
     request = sequence.request
     # Of a change between alternatives the answer says behind which token it was: of drafts nobody knows that.

@@ -168,7 +168,7 @@ def test_the_time_of_a_chat_of_many_turns(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_call_with_reasoning_and_content_is_shown_to_templates_that_refuse_both() -> None:
-    """As GPT-OSS', which refuses tools without a description, too."""
+    """GPT-OSS' template refuses both, and tools without a description, too."""
     strict = (
         "{% for t in tools or [] %}// {{ t.function.description | length }}{{ '' + t.function.description }}"
         "{% endfor %}{% for m in messages %}{{ m.role }}:"
