@@ -48,7 +48,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def ask(engine: Engine) -> list[Completion]:
-    """Answers with and without an adapter, some drawn, more than pages last for; then a prompt that begins as
+    """Answers with and without an adapter, some drawn; then a prompt that begins as
     an earlier one."""
     engine.adapters.add(fresh_adapter(engine.base, "lora", LoRAConfig(rank=2), 1))
     asked = [engine.generate(q, None, SAMPLING) for q in QUESTIONS]
@@ -80,7 +80,6 @@ def test_three_workers_answer_as_one_process(
         addresses = [worker.address for worker in workers]
         with cluster_engine(model, addresses, monkeypatch, cache_tokens=64, **SETTINGS) as engine:
             check_equal(ask(engine), wanted)
-            assert engine.scheduler.stats.preemptions, "pages run out"
             front = front_of(engine)
             assert not (front.copied or front.recomputed or front.copied_states), "nothing was lost"
             assert engine.memory.recurrent_bases == {"base"}
