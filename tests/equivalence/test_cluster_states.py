@@ -14,6 +14,7 @@ from test_training import make_examples
 from clusters import KEY, cluster_engine, front_of, hosts
 from coserve import Engine, EngineConfig, LoRAConfig, SamplingParams, TrainingConfig
 from coserve.cluster.host import BlockHost
+from coserve.cluster.hosted import SequenceRows
 from coserve.engine.completion import Completion
 from coserve.errors import ConfigError
 from coserve.schedule import kept_states
@@ -47,7 +48,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def ask(engine: Engine) -> list[Completion]:
-    """Answers with and without an adapter, some drawn, more than pages last for; then a prompt that begins as
+    """Answers with and without an adapter, some drawn; then a prompt that begins as
     an earlier one."""
     engine.adapters.add(fresh_adapter(engine.base, "lora", LoRAConfig(rank=2), 1))
     asked = [engine.generate(q, None, SAMPLING) for q in QUESTIONS]
@@ -79,7 +80,6 @@ def test_three_workers_answer_as_one_process(
         addresses = [worker.address for worker in workers]
         with cluster_engine(model, addresses, monkeypatch, cache_tokens=64, **SETTINGS) as engine:
             check_equal(ask(engine), wanted)
-            assert engine.scheduler.stats.preemptions, "pages run out"
             front = front_of(engine)
             assert not (front.copied or front.recomputed or front.copied_states), "nothing was lost"
             assert engine.memory.recurrent_bases == {"base"}
@@ -110,7 +110,7 @@ def test_a_worker_dies_in_mid_answer(
         with cluster_engine(model, addresses, monkeypatch, cache_tokens=64, **SETTINGS) as engine:
             front, passes = front_of(engine), itertools.count()
             begin, alive, begun = front.begin, list(workers), list[int]()
-            recompute = front._recompute
+            replay = front._replay
 
             def begin_and_kill(*given: Any) -> Any:
                 match next(passes):
@@ -122,18 +122,19 @@ def test_a_worker_dies_in_mid_answer(
                         alive.append(BlockHost(addresses[0], KEY.encode(), Path).start())
                 return begin(*given)
 
-            def noted(rows: Any, way: Any, tokens: range, steps: Any) -> int:
-                begun.append(tokens.start)
-                return recompute(rows, way, tokens, steps)
+            def noted(rows: SequenceRows, way: Any) -> Any:
+                before = front.recomputed
+                yield from replay(rows, way)
+                begun.append(rows.context - (front.recomputed - before))
 
             monkeypatch.setattr(front, "begin", begin_and_kill)
-            monkeypatch.setattr(front, "_recompute", noted)
+            monkeypatch.setattr(front, "_replay", noted)
             try:
                 check_equal(ask(engine), wanted)
             finally:
                 for worker in alive:
                     worker.close()
-            assert next(passes) > 18 and front.recomputed and not all(begun)
+            assert next(passes) > 18 and front.recomputed and any(start > 0 for start in begun)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import queue
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 import torch
@@ -395,29 +395,25 @@ class ClusterFront:
     def _replay(self, rows: SequenceRows, way: Sequence[HostedBlock]) -> Steps:
         """Computes rows again from the newest state that all on the way have with the pages before it, or
         from the front. Raises _Again where a worker is lost meanwhile, and a worker's error."""
-        size, line = self.settings.page_size, rows.states.line
+        size, name = self.settings.page_size, rows.states.name
+        assert name is not None, "a state before the rows is lost"
 
-        def has(one: HostedBlock, name: StateName) -> bool:
-            is_there = not one.loaded.state_nbytes or one.states.find(name) is not None
-            return is_there and not one.lacking(rows.pages, name[1], size)
+        def has(one: HostedBlock, earlier: StateName) -> bool:
+            is_there = not one.loaded.state_nbytes or one.states.find(earlier) is not None
+            return is_there and not one.lacking(rows.pages, earlier[1], size)
 
-        kept = [n for n in self.states.earlier(rows.key, rows.context) if all(has(one, n) for one in way)]
-        name = max(kept, key=lambda name: name[1], default=None)
-        start = 0 if name is None else name[1]
+        kept = [own for own in self.states.earlier(rows.key, name) if all(has(one, own) for one in way)]
+        before = max(kept, key=lambda own: own[1], default=None)
+        start = 0 if before is None else before[1]
         while start < rows.context:
-            tokens = range(start, min(start + _COMPUTED, rows.context))
-            steps = [[_step(one, StatePlan(line, name))] if one.loaded.state_nbytes else [] for one in way]
-            self._recompute(rows, way, tokens, steps)
-            outcome = yield
-            if not isinstance(message := outcome.message, RowsPassed):
-                raise self._failed(outcome, way)
-            name, start = (rows.key, tokens.stop), tokens.stop
-            for one, taken, spent in zip(way, steps, message.seconds, strict=True):
-                one.observe(len(tokens), spent)
-                one.note(rows.pages, tokens.stop, size)
-                for step in taken:
-                    _note_state(one, step, name)
-            self.recomputed += len(tokens)
+            count = min(rows.context - start, _COMPUTED)
+            states = StatePlan(rows.states.line, before)
+            part = replace(rows, key=name[0], length=count, context=start, goes_on=False, states=states)
+            hidden = rows.embedded(start, count)
+            for leg in self._legs(way):
+                hidden = yield from self._pass([part], leg, hidden, {})
+            before, start = (name[0], start + count), start + count
+            self.recomputed += count
 
     def _move_ahead(self, paused: PausedSequences) -> None:
         """Begins the moves of pages that are due, each beside the flights."""
@@ -535,18 +531,11 @@ class ClusterFront:
             there = min(size, first + tokens.stop - place * size)
             one.filled[rows.pages[place]] = max(one.filled.get(rows.pages[place], 0), there)
 
-    def _recompute(
-        self,
-        rows: SequenceRows,
-        way: Sequence[HostedBlock],
-        tokens: range,
-        steps: Sequence[Sequence[StateStep]] = (),
-    ) -> int:
+    def _recompute(self, rows: SequenceRows, way: Sequence[HostedBlock], tokens: range) -> int:
         number = self._start(way)
         pages = tuple(rows.pages[: -(-tokens.stop // self.settings.page_size)])
         segment = RowSegment(rows.key, len(tokens), tokens.start, pages, rows.adapter)
-        states = steps or [()] * len(way)
-        hops = tuple(self._hop(one, pages, own) for one, own in zip(way, states, strict=True))
+        hops = tuple(self._hop(one, pages) for one in way)
         hidden = rows.embedded(tokens.start, len(tokens))
         with suppress(Unreachable):
             way[0].worker.send(PassRows(number, self.fleet.id, (segment,), hops), [hidden])

@@ -145,13 +145,11 @@ class SequenceStates:
         begun = self._begun.get(key)
         return begun if begun is not None and begun[1] == tokens else (key, tokens)
 
-    def earlier(self, key: int, tokens: int) -> list[StateName]:
-        """Names of states of a sequence behind fewer than so many tokens that were kept."""
-        found = [name for name in self._slots.values() if name[0] == key]
-        return [name for name in (*found, *self._begun_with(key)) if 0 < name[1] < tokens]
-
-    def _begun_with(self, key: int) -> list[StateName]:
-        return [self._begun[key]] if key in self._begun else []
+    def earlier(self, key: int, name: StateName) -> list[StateName]:
+        """Names of states of a sequence that were kept, behind fewer tokens than the one of this name."""
+        begun = [self._begun[key]] if key in self._begun else []
+        found = (*begun, *(own for own in self._slots.values() if own[0] == name[0]))
+        return [own for own in found if 0 < own[1] < name[1]]
 
     def end(self, key: int) -> None:
         """A sequence has ended."""
