@@ -116,7 +116,7 @@ def test_a_slow_link_is_learned_and_avoided(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_answers_count_what_stood_in() -> None:
-    """Where the line of the chain's own block is long, answers begin with its equivalent, or go there."""
+    """Answers begin with the block's equivalent, or go there, where its own line is long."""
     blocks = dict(setting().blocks)
     blocks["x"] = replace(blocks["x"], equivalents=(("y", 0.99),))
     alone = setting(blocks=blocks, chains={"app": ("x",)}, approximates=True, batch_rows=20)
