@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from coserve.core.job_status import FINAL, UNFINISHED, JobStatus
 from coserve.errors import ConfigError, ConflictError, StateError
 from coserve.memory.malloc import resident_bytes
 from coserve.serve.store import sqlite
-from coserve.serve.store.database import READERS
+from coserve.serve.store.database import READERS, Database, reads, writes
 from coserve.serve.store.records import Adapter, File, JobRecord, NewsMark, TableRow
 from coserve.serve.store.sqlite import CACHE_KIB
 from coserve.serve.store.store import Store
@@ -379,5 +380,32 @@ def test_a_filtered_page_goes_on_after_a_row_that_the_filter_leaves_out(tmp_path
         page = await store.files.page("local", "file-1", 10, True, "batch")
         assert page is not None and [file.id for file in page.records] == ["file-2"]
         assert await store.files.page("other", "file-1", 10, True, "batch") is None
+
+    run(tmp_path, story)
+
+
+def test_a_stores_methods_run_where_its_database_has_them_run(tmp_path: Path) -> None:
+    """What writes on the one thread that does, in its caller's context, and what reads on others."""
+    actor = ContextVar("actor", default="nobody")
+
+    class Rows:
+        def __init__(self, database: Database) -> None:
+            self._database = database
+
+        @reads
+        def read(self, session: Session, more: int) -> tuple[str, int]:
+            return threading.current_thread().name, int(session.scalar(text("SELECT 1"))) + more
+
+        @writes
+        def write(self, session: Session, /, more: int) -> tuple[str, str, int]:
+            return threading.current_thread().name, actor.get(), int(session.scalar(text("SELECT 1"))) + more
+
+    async def story(store: Store) -> None:
+        rows = Rows(store._database)
+        actor.set("ann")
+        thread, number = await rows.read(more=1)
+        assert thread.startswith("store-read") and number == 2
+        thread, who, number = await rows.write(2)
+        assert thread.startswith("store-write") and (who, number) == ("ann", 3)
 
     run(tmp_path, story)
