@@ -171,6 +171,7 @@ def test_a_rank_whose_memory_does_not_last_ends_the_group_with_the_reason(engine
     assert "has failed: RuntimeError: DefaultCPUAllocator: can't allocate memory" in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_read_what_it_streams_ends_the_group_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

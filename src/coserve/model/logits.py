@@ -1,4 +1,4 @@
-"""What is computed with logits of rows: losses, their gradients, the likeliest tokens."""
+"""Computations with logits of rows: losses, their gradients, the likeliest tokens."""
 
 from collections.abc import Callable
 

@@ -126,7 +126,7 @@ class LogitShards(Logits):
 
 @torch.no_grad()
 def cut_logits(base: Base, ranks: Ranks) -> Logits:
-    """What computes with a base's logits, whose head may be cut by tokens: the parts of logits where the
+    """The computations with a base's logits, whose head may be cut by tokens: with parts of them where the
     model's tail gives each token's logit by itself; an experiment tells. All ranks call this together."""
     head = base.linears.get(base.modules.head or "")
     if head is None or not isinstance(head.placement, GatheredColumnShard):
