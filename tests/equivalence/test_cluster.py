@@ -191,8 +191,8 @@ def test_a_worker_dies_in_mid_answer(
 def test_an_alternative_answers_where_the_exact_one_would_wait(
     folders: dict[str, Path], wanted: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adaptive serving is the scheduler's, wherever blocks are: with all places taken, an answer that allows it
-    is the base's, and those that do not allow it wait."""
+    """Adaptive serving is the scheduler's, wherever blocks are: with all places taken, an answer that allows
+    it is the base's, and those that do not allow it wait."""
     with hosts(tmp_path / "w", 2) as workers:
         addresses = [worker.address for worker in workers]
         settings = {"max_running": 2, "approximation_delay": 0.0, **SETTINGS}
