@@ -446,7 +446,7 @@ def _bounds(
     scaled: Mapping[str, ClusterOutcome],
     moved: Sequence[ClusterAsk],
 ) -> Iterator[tuple[str, tuple[float, str]]]:
-    """What rows of the same names could be at best in these cases."""
+    """The best that rows of the same names could be in these cases."""
     for rule in (DispatchRule.LEAST_BUSY, DispatchRule.RECOMPUTE_ONLY):
         ratios = [_p(own, 0.95) / _p(other, 0.95) for own, other in zip(free, rules[rule], strict=True)]
         yield f"cluster.dispatch.vs_{rule}.best", (fmean(ratios), "if nothing that is sent took time")
@@ -460,7 +460,7 @@ def _bounds(
 def _adaptive(
     loads: Mapping[float, Mapping[str, ClusterOutcome]],
 ) -> Iterator[tuple[str, tuple[float, str]]]:
-    """What adaptive serving does at several requests a second."""
+    """The share of answers that adaptive serving moves, and its ratios, at several requests a second."""
     for rate, found in loads.items():
         own, other = found["adaptive"], found["blocks"]
         name = f"cluster.adaptive.{rate:g}"
