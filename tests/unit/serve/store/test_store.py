@@ -385,7 +385,7 @@ def test_a_filtered_page_goes_on_after_a_row_that_the_filter_leaves_out(tmp_path
 
 
 def test_a_stores_methods_run_where_its_database_has_them_run(tmp_path: Path) -> None:
-    """What writes on the one thread that does, in its caller's context, and what reads on others."""
+    """Methods that write run on the one thread that does, in their callers' context; others run beside it."""
     actor = ContextVar("actor", default="nobody")
 
     class Rows:
