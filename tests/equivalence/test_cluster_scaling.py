@@ -54,7 +54,11 @@ def test_an_instance_comes_to_a_worker_with_room_and_goes_when_it_is_idle(
             used: list[OpenBlock] = []
             run = OpenBlock.run
             monkeypatch.setattr(OpenBlock, "run", lambda own, arrived: used.append(own) or run(own, arrived))
-            assert ask(engine) == wanted
-            assert len(set(map(id, used))) == 2, "rows go to both"
+
+            def is_shared() -> bool:
+                assert ask(engine) == wanted
+                return len(set(map(id, used))) == 2
+
+            wait_until(is_shared)
             wait_until(lambda: sum(blocks()) == 1)
             assert ask(engine) == wanted

@@ -129,7 +129,9 @@ def run_mix(draws: random.Random, tokens: int, **settings: Any) -> list[Completi
     engine = engine_of(tokens, dtype="float64", **settings)  # float32 once differed by 1.3e-5 at -6.1
     train(engine)
     answers, left = [], dict[int, int]()
-    for place, prompt in enumerate(prompts(draws, [draws.choice((5, 18, 60, LONG)) for _ in range(9)])):
+    lengths = [LONG, *(draws.choice((5, 18, 60, LONG)) for _ in range(8))]
+    draws.shuffle(lengths)
+    for place, prompt in enumerate(prompts(draws, lengths)):
         answers.append(ask(engine, prompt, draws.choice((None, "lora")), draws.randint(1, 9)))
         if draws.random() < 0.25:
             left[place] = draws.randint(0, 8)
