@@ -61,8 +61,10 @@ def foresee(base: Base, adapter: AdapterVersion, keep: SavePolicySetting) -> Non
 
 
 def _is_worth_it(base: Base, keep: SavePolicySetting) -> bool:
-    """Tells whether layers are traced."""
-    return keep is not SavePolicy.INPUTS or base.nbytes >= _LARGE or base.makes_calls
+    """Tells whether layers are traced. Those of a model have other shapes than the parts that a rank has."""
+    return not base.shards.cuts and (
+        keep is not SavePolicy.INPUTS or base.nbytes >= _LARGE or base.makes_calls
+    )
 
 
 def _calls_of(base: Base) -> dict[int, frozenset[str]]:
