@@ -230,7 +230,7 @@ def test_a_run_comes_back_to_a_server_that_had_it_before(
         first = Hang(a, monkeypatch)
         assert (await insist(there, "optim_step", {**asked, "seq_id": 3})).status_code == 200
         assert "metrics" in await told(there, f"{run}:3")
-        followed, noticed = asyncio.Event(), asyncio.Event()
+        followed, noticed, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def slowly(lost: Set[LeaseKey]) -> None:
             """Follows what was lost before runs do, for a long time."""
@@ -238,7 +238,12 @@ def test_a_run_comes_back_to_a_server_that_had_it_before(
                 noticed.set()
                 await followed.wait()
 
+        async def at_last(lost: Set[LeaseKey]) -> None:
+            if lost:
+                over.set()
+
         a.state.store.leases.on_renewed.insert(0, slowly)
+        a.state.store.leases.on_renewed.append(at_last)
         first.go_on()
         await noticed.wait()
         a.engine.deaf_to = ()
@@ -246,11 +251,14 @@ def test_a_run_comes_back_to_a_server_that_had_it_before(
         before = len(sent(a, SessionCommand))
         Hang(b, monkeypatch)
         assert (await insist(here, "optim_step", {**asked, "seq_id": 4})).status_code == 200
-        followed.set()  # it has come back since, and stays
-        for number in (1, 2, 3, 4):
+        followed.set()
+        await over.wait()
+        more = await insist(here, "optim_step", {**asked, "seq_id": 5})
+        assert more.status_code == 200, "it has come back since, and stays"
+        for number in (1, 2, 3, 4, 5):
             assert "error" not in await told(here, f"{run}:{number}")
         names = [type(one).__name__ for one in sent(a, SessionCommand)[before:]]
-        steps = ["Forward", "StepOptimizer", "StepOptimizer", "StepOptimizer"]
+        steps = ["Forward", *["StepOptimizer"] * 4]
         assert [name for name in names if name != "CloseTraining"] == ["OpenTraining", *steps]
 
     tell(story, tmp_path, str(tmp_path / "common"))

@@ -14,7 +14,7 @@ from coserve.core.job_status import FINAL
 from coserve.errors import ConflictError
 from coserve.serve.artifacts.local import ArtifactStore
 from coserve.serve.store.audit import note_action
-from coserve.serve.store.creations import CreationStore, Note
+from coserve.serve.store.creations import CreationStore
 from coserve.serve.store.database import Database, page_of, reads, writes
 from coserve.serve.store.durable import RESUMING
 from coserve.serve.store.quotas import Quotas, bytes_in
@@ -92,32 +92,30 @@ class AdapterStore:
     async def add(self, adapter: Adapter) -> bool:
         """Adds an uploaded adapter whose folder is on disk; False if the tenant has one of that name, for any
         base. Raises QuotaExceeded, and StateError where the artifact store is away."""
-        note = self._creations.noting()
         await self._artifacts.put(self._folder / adapter.path)
-        return await self._database.write(lambda session: self._add(session, adapter, note))
+        return await self._database.write(lambda session: self._add(session, adapter))
 
     async def replace(self, adapter: Adapter) -> Adapter | None:
         """As `add`, in the place of the tenant's adapter of that name, which it returns; None if there is
         none. Raises what `remove` and `add` do; then the old one stays."""
-        note = self._creations.noting()
         await self._artifacts.put(self._folder / adapter.path)
 
         def write(session: Session) -> Adapter | None:
             assert adapter.tenant is not None, "shared adapters are those of the settings"
             old = _remove(session, adapter.tenant, adapter.name)
             session.flush()  # a name is unique
-            self._add(session, adapter, note)
+            self._add(session, adapter)
             return old
 
         return await self._database.write(write)
 
-    def _add(self, session: Session, adapter: Adapter, note: Note) -> bool:
+    def _add(self, session: Session, adapter: Adapter) -> bool:
         if adapter.tenant is not None:
             adapter.bytes = bytes_in(self._folder / adapter.path)
             self._quotas.check_storage(session, adapter.tenant, adapter.bytes)
         if not add_adapter(session, adapter):
             return False
-        note(session, f"/v1/models/{adapter.name}")
+        self._creations.note(session, f"/v1/models/{adapter.name}")
         note_action(
             session, adapter.created, "adapter.created", adapter.name, adapter.tenant or "", adapter.id
         )

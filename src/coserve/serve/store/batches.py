@@ -37,14 +37,13 @@ class BatchStore:
     @writes
     def add(self, session: Session, batch: BatchRecord) -> None:
         """Adds a batch. Raises QuotaExceeded."""
-        note = self._creations.noting()
         own = BatchRecord.tenant == batch.tenant, BatchRecord.status.in_(UNENDED)
         if session.scalars(select(func.count()).where(*own)).one() >= MOST_UNENDED:
             raise QuotaExceeded(
                 f"You have {MOST_UNENDED} batches that are not over: wait for an end, or cancel one."
             )
         session.add(batch)
-        note(session, f"/v1/batches/{batch.id}")
+        self._creations.note(session, f"/v1/batches/{batch.id}")
         self._quotas.check_kept(session, batch.tenant)
 
     @reads

@@ -34,7 +34,7 @@ CREATING: Final[ContextVar[Creating | None]] = ContextVar("CREATING", default=No
 
 class CreationStore:
     """The newest creations of each tenant, as many and for as long as its quotas have it. The stores of what
-    is created add the rows (`noting`), in the same transaction: whenever the server ends, a key is kept if
+    is created add the rows (`note`), in the same transaction: whenever the server ends, a key is kept if
     its request has had an effect, and only then."""
 
     def __init__(self, database: Database, clock: Callable[[], float], quotas: Quotas) -> None:
@@ -66,17 +66,12 @@ class CreationStore:
 
         return await self._database.write(write) == _MOST
 
-    def noting(self) -> "Note":
-        """Notes what the present request creates, where it has a key: to be called in the request, and its
-        result in the transaction that creates something, with the path where that can be read. The
-        transaction fails with ConflictError where another server was quicker with this key."""
+    def note(self, session: Session, location: str) -> None:
+        """Notes what the present request creates, where it has a key: in that transaction, with the path
+        where it can be read. Raises ConflictError where another server was quicker with this key."""
         creating = CREATING.get()
-
-        def note(session: Session, location: str) -> None:
-            if creating is not None and not creating.is_over:
-                self._noted(session, creating, location)
-
-        return note
+        if creating is not None and not creating.is_over:
+            self._noted(session, creating, location)
 
     def _noted(self, session: Session, creating: Creating, location: str) -> Creation:
         same = Creation.id == creating.id
@@ -96,9 +91,6 @@ class CreationStore:
     @property
     def _oldest(self) -> float:
         return self._clock() - self._seconds
-
-
-Note = Callable[[Session, str], None]
 
 
 def creation_id(tenant: str, key: str) -> str:

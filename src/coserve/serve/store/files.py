@@ -37,7 +37,6 @@ class FileStore:
 
     async def add(self, file: File) -> None:
         """Adds an uploaded file. Raises QuotaExceeded, and StateError where the artifact store is away."""
-        note = self._creations.noting()
         await self._put(file)
 
         def write(session: Session) -> None:
@@ -45,7 +44,7 @@ class FileStore:
             session.add(file)
             details = f"{file.purpose}, {file.bytes} bytes"
             note_action(session, int(self._clock()), "file.created", file.id, file.tenant, details)
-            note(session, f"/v1/files/{file.id}")
+            self._creations.note(session, f"/v1/files/{file.id}")
 
         await self._database.write(write)
 

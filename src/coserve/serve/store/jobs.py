@@ -39,7 +39,7 @@ class JobStore:
     def add(self, session: Session, job: JobRecord, message: str) -> None:
         """Adds a job with its first event. Raises ConflictError if one of its files is missing, and
         QuotaExceeded."""
-        read, note = {job.training_file, job.validation_file or job.training_file}, self._creations.noting()
+        read = {job.training_file, job.validation_file or job.training_file}
         self._quotas.check_jobs(session, job.tenant)
         own = File.tenant == job.tenant, File.id.in_(read), lasting(self._clock())
         if gone := read - set(session.scalars(select(File.id).where(*own))):
@@ -49,7 +49,7 @@ class JobStore:
         now = int(self._clock())
         add_event(session, job, now, message)
         note_action(session, now, "job.created", job.id, job.tenant, job.model)
-        note(session, f"/v1/fine_tuning/jobs/{job.id}")
+        self._creations.note(session, f"/v1/fine_tuning/jobs/{job.id}")
         self._quotas.check_kept(session, job.tenant)
 
     @reads

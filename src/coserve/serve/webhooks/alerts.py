@@ -112,7 +112,11 @@ class _Delivery:
 
 
 class WebhookSender:
-    """The thread of one address. `put` never waits."""
+    """The thread of one address, which sends signed events until it takes them. `put` never waits.
+
+    Headers are those of Standard Webhooks (standardwebhooks.com), as OpenAI's: `webhook-id` is the same in
+    each try, and `webhook-signature` an HMAC-SHA256 of id, time and body.
+    """
 
     def __init__(self, url: str, secret: bytes, hosts: Collection[str] = ()) -> None:
         """`hosts` may have addresses that are not public."""
