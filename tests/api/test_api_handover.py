@@ -264,6 +264,36 @@ def test_a_run_comes_back_to_a_server_that_had_it_before(
     tell(story, tmp_path, str(tmp_path / "common"))
 
 
+def test_a_taking_over_ends_when_another_server_takes_the_run_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(a: World, b: World) -> None:
+        here, there = Caller(a), Caller(b)
+        run = await here.run()
+        asked = {"model_id": run, "adam_params": {}}
+        assert (await here.post("optim_step", {**asked, "seq_id": 1})).status_code == 200
+        first, tinker, begun = Hang(a, monkeypatch), b.app.state.tinker, asyncio.Event()
+
+        async def endlessly(*_: Any) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(tinker.requests, "repeat", endlessly)
+        while not begun.is_set():
+            assert (await there.post("optim_step", {**asked, "seq_id": 2})).status_code == 409
+            await asyncio.sleep(0.05)
+        second = Hang(b, monkeypatch)
+        first.go_on()
+        assert (await insist(here, "optim_step", {**asked, "seq_id": 2})).status_code == 200
+        assert tinker.runs.open_runs(run) and tinker.runs._taking, "it has not noticed yet"
+        second.go_on()
+        await b.until(lambda: not tinker.runs.open_runs(run) and not tinker.runs._taking)
+        for number in (1, 2):
+            assert "metrics" in await told(here, f"{run}:{number}")
+
+    tell(story, tmp_path, str(tmp_path / "common"))
+
+
 def test_a_run_goes_on_after_a_restart_from_the_state_that_is_kept_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

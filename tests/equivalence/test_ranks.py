@@ -28,11 +28,13 @@ from coserve.errors import ConfigError, UnsupportedModel
 from coserve.executors.remote import RemoteExecutor
 from coserve.train.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from coserve.train.example import Example
+from coserve.train.grading.graders import PythonGrader
 from coserve.train.labelled import TokenAnswer
-from coserve.train.objectives import DPO, KTO, ORPO, Distillation, Objective
+from coserve.train.objectives import DPO, KTO, ORPO, Distillation, Objective, Reinforcement
 from coserve.train.pairs import TokenPair
+from coserve.train.prompts import TokenPrompt
 from forked_executors import fork_executors
-from models import ARCHITECTURES, logits_of, prompts, save, tiny, with_lora
+from models import ARCHITECTURES, letter_tokenizer, logits_of, prompts, save, tiny, with_lora
 from recurrent import SHAPES
 
 pytestmark = pytest.mark.local
@@ -375,10 +377,12 @@ def pairs_of(count: int) -> list[TokenPair]:
 def test_objectives_over_a_vocabulary_that_ranks_share(
     grid: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses of pairs, of answers, and of a teacher's likeliest tokens, more than a rank's part has; and
-    answers that are drawn from all tokens, beside greedy ones and some that need whole logits."""
+    """Losses of pairs, of answers, of a teacher's likeliest tokens, more than a rank's part has, and of
+    answers that are sampled and rewarded while the others train; and answers that are drawn from all tokens,
+    beside greedy ones and some that need whole logits."""
     fork_executors(monkeypatch)
     folder = save(tiny("gemma2", torch.float64, num_key_value_heads=4), tmp_path / "model")
+    letter_tokenizer().save_pretrained(str(folder))
     pairs = pairs_of(6)
     answers = [TokenAnswer(own.chosen, number % 2 == 0) for number, own in enumerate(pairs)]
     jobs: dict[str, tuple[Any, Objective]] = {
@@ -386,6 +390,10 @@ def test_objectives_over_a_vocabulary_that_ranks_share(
         "orpo": (pairs, ORPO()),
         "kto": (answers, KTO()),
         "distilled": ([own.chosen for own in pairs], Distillation(top_k=40, temperature=1.5)),
+        "rewarded": (
+            [TokenPrompt(own.chosen.tokens[:3], {}) for own in pairs],
+            Reinforcement(PythonGrader(lambda answer, item: len({*answer}) / 8), group_size=4, max_tokens=8),
+        ),
     }
     found = []
     for ranks, stages in ((1, 1), grid):
@@ -404,7 +412,7 @@ def test_objectives_over_a_vocabulary_that_ranks_share(
             )
     (tokens, one), (others, several) = found
     assert tokens == others and len({*map(tuple, tokens)}) == 3
-    assert len(one) == 4 * TRAINING.max_steps
+    assert len(one) == len(jobs) * TRAINING.max_steps and all(norm > 0 for _, norm in one)
     for before, after in zip(one, several, strict=True):
         assert after == pytest.approx(before, rel=1e-9, abs=1e-9)
 

@@ -74,9 +74,6 @@ class TakingOver:
             except (ApiError, CoserveError):
                 self._runs.close(run)
                 raise
-            except asyncio.CancelledError:  # another server has it
-                self._runs.withdraw(run)
-                raise
         if not self._state.store.leases.has(LEASED, id):  # another server has taken it meanwhile
             for run in self._runs.open_runs(id):
                 self._runs.withdraw(run)
