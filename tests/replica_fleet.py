@@ -127,6 +127,7 @@ def fleet(folder: Path, postgres: PostgresServer, store: ObjectStoreServer) -> I
                 "engine_calibrate": False, "engine_cache_tokens": 4096, "checkpoint_steps": 4,
                 "engine_memory": "2GiB",  # and not what the machine has free at the moment of a start
                 "engine_wait_seconds": PATIENCE,  # a busy machine takes minutes to start one
+                "max_files_tenant": 100_000,  # a hundred histories of one tenant keep some 1,200
             }  # fmt: skip
             server = Served(
                 tiny.path(), own, PATIENCE, environment, standby=False, artifacts=URL, require_keys=True,
