@@ -17,7 +17,7 @@ import pytest
 from whole_server import Server
 
 MODEL, COUNT, TOKENS, COMPARED = "coserve-tiny", 2000, 4, 25
-PAUSE = 0.2  # seconds between two live requests
+PAUSE = 0.05  # seconds between two live requests
 PATIENCE = 1800.0  # seconds; only a hang takes so long
 
 
