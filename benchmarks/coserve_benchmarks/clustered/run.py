@@ -26,6 +26,7 @@ BARS: Final[dict[str, Bar | None]] = {
     "failover.changed": Bar(0, at_most=True),
     "failover.gap_s": None,
     "speculation.p50": Bar(0.95, at_most=True),
+    "speculation.wrong_p50": None,
     **{
         f"{_MODELLED}{name.removeprefix(_SIMULATED)}": bar
         for name, bar in SIMULATED.items()

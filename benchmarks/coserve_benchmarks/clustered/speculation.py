@@ -1,7 +1,8 @@
-"""Row `speculation.…`: the seconds between an answer's tokens with a surrogate beside the first of three
+"""Rows `speculation.…`: the seconds between an answer's tokens with a surrogate beside the first of three
 blocks, over those without, where a row's way between two workers takes as long as a block (BlockLLM, 5.2)."""
 
 import json
+import shutil
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,7 @@ from statistics import median
 from typing import Final
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coserve.adapters.replace import KEPT
@@ -30,9 +31,17 @@ _SIDES: Final = {"gate_proj": "outputs", "up_proj": "outputs", "down_proj": "inp
 
 def run(bench: Bench, model: Path) -> None:
     """Three workers with a block and a thread each, and one answer at a time. The surrogate has half of the
-    neurons of its block, of weights that are not trained; a prediction counts from a cosine of 0.95 on."""
+    neurons of its block, and a prediction counts from a cosine of 0.95 on. Of a model to which the other half
+    gives nothing all predictions hold, which is the paper's perfect speculation; of one whose weights are
+    drawn none does, which is the most that wrong ones cost."""
+    layers = range(bench.shape.layers // 3)
+    _row(bench, "speculation.p50", _without_half(model, layers), layers, "all predictions hold")
+    _row(bench, "speculation.wrong_p50", model, layers, "no prediction holds")
+
+
+def _row(bench: Bench, key: str, model: Path, layers: range, case: str) -> None:
     rounds = _QUICK_ROUNDS if bench.results.header["quick"] else _ROUNDS
-    surrogate = _half(model, range(bench.shape.layers // 3))
+    surrogate = _half(model, layers)
     ratios, right, wrong, said = list[float](), 0, 0, set[tuple[int, ...]]()
     with local_workers(3, RATE, threads=1) as workers:
         settings = {"cluster_blocks": 3, "cache_tokens": 2048, "calibrate": False, "approximation_delay": 1e9}
@@ -50,12 +59,11 @@ def run(bench: Bench, model: Path) -> None:
             right, wrong = front.right, front.wrong
     if len(said) != 1:
         raise ServerError("exact answers differ")
-    note = (
-        f"measured: {bench.shape.name}, a row's way as long as a block; {rounds} rounds, one answer at a time"
-    )
-    bench.results.row("speculation.p50", median(ratios), (min(ratios), max(ratios)), note)
+    way = f"{bench.shape.name}, a row's way as long as a block, {case}"
+    note = f"measured: {way}; {rounds} rounds, one answer at a time"
+    bench.results.row(key, median(ratios), (min(ratios), max(ratios)), note)
     told = "of the predictions, whose cosine with the block's own output is 0.95 or more"
-    bench.results.figure("speculation.right", right / max(right + wrong, 1), told)
+    bench.results.figure(f"{key}.right", right / max(right + wrong, 1), told)
 
 
 def _gaps(engine: Engine, bench: Bench, speculates: bool) -> tuple[float, tuple[int, ...]]:
@@ -76,6 +84,18 @@ def _pace(workers: list[LocalWorker], rate: float) -> None:
         worker.link.set_rate(rate)
 
 
+def _without_half(model: Path, layers: range) -> Path:
+    """A copy of a model, in which every other neuron of some layers gives nothing."""
+    folder = model.parent / "without-half"
+    shutil.copytree(model, folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for layer in layers:
+        tensors[f"model.layers.{layer}.mlp.down_proj.weight"][:, 1::2] = 0
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
 def _half(model: Path, layers: range) -> Path:
     """A folder with every other neuron of some layers, as an adapter that has them in place of all."""
     tensors, kept = dict[str, Tensor](), dict[str, dict[str, list[int]]]()
@@ -88,7 +108,7 @@ def _half(model: Path, layers: range) -> Path:
                 kept[path] = {side: list(range(0, whole.shape[dim], 2))}
                 half = whole[::2] if dim == 0 else whole[:, ::2]
                 tensors[f"{PREFIX}{path}.weight"] = half.contiguous()
-    folder = model.parent / "half"
+    folder = model.parent / f"{model.name}-half"
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     fields = {"peft_type": "LN_TUNING", "task_type": "CAUSAL_LM", "target_modules": []}

@@ -42,5 +42,6 @@ def test_all_rows_come_out(tmp_path: Path) -> None:
     assert found["failover.changed"] == 0
     assert {name for name, note in found["notes"].items() if note.startswith("measured")} == {
         "kv.meet.vs_best_of_both", "failover.changed", "failover.gap_s", "speculation.p50",
+        "speculation.wrong_p50",
     }  # fmt: skip
     assert all("modelled" in found["notes"][name] for name in BARS if name.startswith("modelled."))
