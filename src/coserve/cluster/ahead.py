@@ -1,14 +1,14 @@
 """A worker's part in speculation (BlockLLM, 5.2; the rules are in `speculation.py`).
 
-Beside a block that is slow, its surrogate predicts what the block computes for the same rows, on a thread of
-its own. The prediction goes on to the next block's worker, which computes with it and holds the result. Once
-the block itself has computed, the next worker is told that the prediction was right, or is sent the block's
-own output, with which it computes again: at the same positions of the same pages, so that nothing of a wrong
-prediction is left.
+Before a block that is slow computes rows, its surrogate predicts the output. The prediction goes on to the
+next block's worker, which computes with it and holds the result, while the block itself computes: then the
+next worker is told that the prediction was right, or is sent the block's own output, with which it computes
+again, at the same positions of the same pages, so that nothing of a wrong prediction is left. A surrogate
+beside its block would take the block's processor and memory from it: on two cores a third of the predictions
+came behind the block, and tokens took 1.02 times as long as without, 0.97 in turn.
 """
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -24,13 +24,6 @@ from coserve.errors import CoserveError
 
 _log = logging.getLogger(__name__)
 _Key = tuple[str, int, int]  # of rows at an instance: their scheduler, their number, the instance
-
-
-@dataclass(eq=False)
-class _PredictedOutput:
-    """The prediction of a block's output, once it is made: it is compared with that output."""
-
-    hidden: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -58,59 +51,35 @@ class Speculator:
     ) -> None:
         self._forward, self._pass_on, self._queue_rows = forward, pass_on, queue_rows
         self._lock = threading.RLock()  # of both records, and of the order of what is sent
-        self._predictions: dict[_Key, _PredictedOutput] = {}
+        self._predictions: dict[_Key, Tensor] = {}  # of outputs, each of which is compared with its own
         self._held: dict[_Key, _HeldRows] = {}
-        self._asked: queue.SimpleQueue[tuple[OpenBlock, ArrivedRows] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None  # once there is something to predict
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._asked.put(None)
-        if self._thread is not None:
-            self._thread.join()
 
     # Where an output is predicted
 
     def predict(self, block: OpenBlock, arrived: ArrivedRows) -> None:
-        """Has a block's surrogate predict what the block is to compute for rows that have come."""
-        with self._lock:
-            self._predictions[_key(arrived.message)] = _PredictedOutput()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="coserve-surrogates", daemon=True)
-                self._thread.start()
-        self._asked.put((block, arrived))
-
-    def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            block, arrived = asked
-            with self._lock:
-                if _key(arrived.message) not in self._predictions:
-                    continue
-            try:
-                hidden = block.predict(arrived)
-            except (CoserveError, RuntimeError, MemoryError) as error:
-                _log.warning("a surrogate predicts nothing: %s", error)
-                continue
-            self._send(arrived.message, hidden)
-
-    def _send(self, message: PassRows, hidden: Tensor) -> None:
-        """Sends a prediction on, unless the block itself was sooner."""
+        """Sends on what a block's surrogate predicts for rows that the block is about to compute, if they
+        have one."""
+        message = arrived.message
+        if isinstance(message, PredictedRows) or not (message.hops[0].surrogate and message.hops[1:]):
+            return
+        try:
+            hidden = block.predict(arrived)
+        except (CoserveError, RuntimeError, MemoryError) as error:
+            return _log.warning("a surrogate predicts nothing: %s", error)
         behind = message.hops[1:]
         with self._lock:
-            if (found := self._predictions.get(_key(message))) is not None:
-                found.hidden = hidden
-                sent = PredictedRows(message.number, message.scheduler, message.segments, behind)
-                self._forward(behind[0].address, sent, [hidden])
+            self._predictions[_key(message)] = hidden
+        sent = PredictedRows(message.number, message.scheduler, message.segments, behind)
+        self._forward(behind[0].address, sent, [hidden])
 
     def verify(self, message: PassRows, hidden: Tensor, spent: tuple[float, ...]) -> bool | None:
         """Compares a block's own output with what was predicted, and tells the next worker where that was
-        right; None where nothing was predicted in time."""
+        right; None where nothing was predicted."""
         behind = message.hops[1]
         with self._lock:
-            found = self._predictions.pop(_key(message), None)
-            if found is None or found.hidden is None:
+            if (predicted := self._predictions.pop(_key(message), None)) is None:
                 return None
-            cosine = F.cosine_similarity(found.hidden.double(), hidden.double()).min().item()
+            cosine = F.cosine_similarity(predicted.double(), hidden.double()).min().item()
             if not cosine >= ACCEPTED:  # nor where it is no number
                 return False
             verified = (*message.verified, True)

@@ -156,7 +156,6 @@ class BlockHost:
             self._lock.notify_all()
         self._has_ended.set()
         self._moves.put(None)
-        self._speculator.close()
         shut(self._listening)
         self._listening.close()
         self._bound.remove()
@@ -411,8 +410,6 @@ class BlockHost:
             self._speculator.came(message)
         elif self._speculator.refuted(arrived):
             return
-        elif message.hops[0].surrogate and len(message.hops) > 1:
-            self._speculator.predict(one.block, arrived)
         self._queue_arrived(arrived)
 
     def _queue_arrived(self, arrived: ArrivedRows) -> None:
@@ -502,6 +499,8 @@ class BlockHost:
                 elif training is not None:
                     self._train(training)
                 else:
+                    for arrived in batch:
+                        self._speculator.predict(chosen.block, arrived)
                     self._pass(chosen, batch)
             except Exception as error:
                 _log.exception("a worker's task failed")

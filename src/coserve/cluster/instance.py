@@ -102,8 +102,8 @@ class OpenBlock:
     @torch.no_grad()
     def predict(self, arrived: ArrivedRows) -> Tensor:
         """The output that the surrogate of the first hop predicts for rows, one of each of their sequences.
-        It may be asked while rows pass: keys and values of these rows go to spare pages, behind a copy of the
-        part of a page before them. Raises RequestError, and AdapterNotFound."""
+        Keys and values of these rows go to spare pages, behind a copy of the part of a page before them.
+        Raises RequestError, and AdapterNotFound."""
         message, size = arrived.message, self.attention.page_size
         if self.states is not None:
             raise RequestError("surrogates predict no block with recurrent layers")

@@ -1,7 +1,7 @@
 """Speculation between workers (BlockLLM, 5.2): a block's surrogate predicts its output, with which the next
 block goes on while the block itself computes.
 
-A surrogate runs in a stream of its own beside the slowest instances. Two neighbours in a chain are never
+The slowest instances have a surrogate, which runs before its block. Two neighbours in a chain are never
 speculated on, nor is the last block, whose output cannot be taken back. Whatever is computed of a prediction
 is held at the block behind until the prediction is verified; where it is wrong, that block's pages of these
 rows are taken back, and it computes them again. So nothing of a wrong prediction is ever passed on.
