@@ -268,6 +268,8 @@ def test_token_ids_are_told_on_request(play: Play) -> None:
 
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("functions", {"functions": [{"name": "f"}]}),
+    ("use_beam_search", {"extra_body": {"use_beam_search": True}}),
+    ("add_special_tokens", {"extra_body": {"add_special_tokens": True}}),
     ("audio", {"audio": {"voice": "x", "format": "wav"}}),
     ("modalities", {"modalities": ["text", "audio"]}),
     ("reasoning_effort", {"reasoning_effort": "high"}),
@@ -299,6 +301,8 @@ def test_what_changes_nothing_is_accepted(play: Play) -> None:
             "tool_choice": "none", "modalities": ["text"], "reasoning_effort": None, "logit_bias": None,
             "prompt_cache_key": "k", "safety_identifier": "s", "audio": None, "n": None, "stop": None,
             "prediction": {"type": "content", "content": "x"}, "top_logprobs": None, "stream_options": None,
+            "use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": False,
+            "echo": False, "priority": 0, "chat_template": None, "add_special_tokens": False, "best_of": 1,
         }  # fmt: skip
         await world.client().chat.completions.create(
             model="tiny", messages=HELLO, max_tokens=1, extra_body=harmless

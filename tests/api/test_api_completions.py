@@ -178,6 +178,39 @@ def test_best_of_what_n_is_asks_for_nothing(play: Play) -> None:
     play(story)
 
 
+def test_texts_have_special_tokens_and_what_stopped_them_on_request(play: Play) -> None:
+    """As vLLM's names say, whole and in pieces; chats take the same names."""
+
+    async def story(world: World) -> None:
+        text = world.state.text
+        one, two = (text.encode(part, special=False) for part in ("one, ", "two, three"))
+        (special_token, *_) = text.special
+        tokens = [*one, special_token, *two]
+        world.engine.script = lambda sent, place: tokens[place]
+        body = {"model": "tiny", "prompt": "x", "max_tokens": len(tokens)}
+        plain, spelled = text.decode(tokens), text.decode(tokens, special=True)
+        special = {"skip_special_tokens": False}
+        end = "wo,"
+        before, before_special = plain.partition(end)[0], spelled.partition(end)[0]
+        assert before != plain and before_special not in (before, spelled)
+        stopped = {"stop": end, "include_stop_str_in_output": True}
+        for fields, wanted in (
+            ({}, plain), (special, spelled), ({"stop": end}, before), (stopped, before + end),
+            ({**special, **stopped}, before_special + end), ({"skip_special_tokens": True}, plain),
+        ):  # fmt: skip
+            reply = await world.http.post("/v1/completions", json={**body, **fields})
+            assert reply.json()["choices"][0]["text"] == wanted, fields
+            sent = (await world.http.post("/v1/completions", json={**body, **fields, "stream": True})).text
+            chunks = [json.loads(line[6:]) for line in sent.split("\n\n")[:-2]]
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted, fields
+        messages = [{"role": "user", "content": "x"}]
+        chat = {"model": "tiny", "messages": messages, "max_tokens": len(tokens), **special, **stopped}
+        reply = await world.http.post("/v1/chat/completions", json=chat)
+        assert reply.json()["choices"][0]["message"]["content"] == before_special + end
+
+    play(story)
+
+
 def test_the_best_answers_are_told(play: Play) -> None:
     async def story(world: World) -> None:
         asked = world.state.text.encode

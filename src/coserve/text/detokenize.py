@@ -19,14 +19,14 @@ class StopMatcher:
     """Finds stop strings in text that arrives in pieces.
 
     The first stop string to be *complete* ends the text (of several that are complete with the same
-    character, the longest), and the text is cut before it. The outcome therefore does not depend on where
-    the pieces are cut.
+    character, the longest), and the text is cut before it, or behind it where it `has_stop`. The outcome
+    therefore does not depend on where the pieces are cut.
     """
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
+    def __init__(self, stops: Sequence[str] = (), has_stop: bool = False) -> None:
         if "" in stops:
             raise ConfigError("sampling.stop must not contain an empty string")
-        self._stops = tuple(stops)
+        self._stops, self._has_stop = tuple(stops), has_stop
         self._held = ""  # the longest end of the text so far that a stop string could begin with
         self.matched: str | None = None  # the stop string that has ended the text
 
@@ -42,7 +42,7 @@ class StopMatcher:
         if (found := self._first_match(text)) is not None:
             start, end = found
             self.matched, self._held = text[start:end], ""
-            return text[:start]
+            return text[: end if self._has_stop else start]
         undecided = self._undecided(text)
         self._held = text[len(text) - undecided :]
         return text[: len(text) - undecided]
@@ -69,9 +69,10 @@ class TextStream:
     """The text of one answer, token by token.
 
     All that `push` and `finish` return, joined, is what the tokenizer decodes all tokens to (special tokens
-    skipped, spaces left alone), cut before the first stop string. With `after`, the preceding tokens, the
-    text is what the answer adds to theirs: many tokenizers drop a space at the beginning of a text only. The
-    special tokens `kept` are told as they are spelled; the text after one is decoded by itself.
+    skipped, spaces left alone), cut before the first stop string, or behind it where it `has_stop`. With
+    `after`, the preceding tokens, the text is what the answer adds to theirs: many tokenizers drop a space at
+    the beginning of a text only. The special tokens `kept` are told as they are spelled; the text after one
+    is decoded by itself.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class TextStream:
         stops: Sequence[str] = (),
         after: Sequence[int] = (),
         kept: Mapping[int, str] = NO_TOKENS,
+        has_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._kept = kept
@@ -87,7 +89,7 @@ class TextStream:
         before = self._decode()
         self._before = len(before)
         self._decoder = DecodeStream(ids=list(self._tokens), skip_special_tokens=True)
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, has_stop)
         self._given = 0  # characters that the decoder has given of `_tokens`
         self._decoded = 0  # characters of all tokens that it has given
 

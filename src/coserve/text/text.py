@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final
 
@@ -93,6 +93,12 @@ class Text:
         """Loads the tokenizer saved beside a model, in a folder or on the hub; raises ConfigError."""
         return cls(load_tokenizer(model), allow_special_tokens, tool_format)
 
+    @cached_property
+    def special(self) -> Mapping[int, str]:
+        """Special tokens as they are spelled, which texts leave out."""
+        added = self.tokenizer.added_tokens_decoder
+        return {token: one.content for token, one in added.items() if one.special}
+
     def prepare(self) -> None:
         """Builds the tokenizer copy that texts with spelled control tokens need (a second for large
         vocabularies), and starts the sandbox that renders chats. A template that takes too long is logged."""
@@ -130,13 +136,18 @@ class Text:
         return tuple(encode_request(messages, self.tokenizer, allowed, tools, variables, is_continued))
 
     def stream(
-        self, stops: Sequence[str] = (), after: Sequence[int] = (), kept: Mapping[int, str] = NO_TOKENS
+        self,
+        stops: Sequence[str] = (),
+        after: Sequence[int] = (),
+        kept: Mapping[int, str] = NO_TOKENS,
+        has_stop: bool = False,
     ) -> TextStream:
-        """The text of one answer, token by token; it ends before the first of `stops`.
+        """The text of one answer, token by token; it ends before the first of `stops`, or behind it where it
+        `has_stop`.
 
         `after` are tokens that the answer continues, if any, and `kept` special tokens that are part of it.
         """
-        return TextStream(self.tokenizer, stops, after, kept)
+        return TextStream(self.tokenizer, stops, after, kept, has_stop)
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
         """The text of tokens, with `special` ones or without; spaces are left alone."""

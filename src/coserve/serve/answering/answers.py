@@ -164,10 +164,9 @@ class Writer:
 
     def __init__(self, state: State, call: Call, index: int) -> None:
         self.has_finished = False
-        self._index, self._chain_of, self._by_token = index, call.chain, call.by_token
-        self._stream = state.text.stream(
-            call.stops, call.prompt(index) if call.goes_on else (), call.markup.kept
-        )
+        self._index, self._chain_of, self._form = index, call.chain, call.form
+        after = call.prompt(index) if call.goes_on else ()
+        self._stream = state.text.stream(call.stops, after, call.markup.kept, call.form.has_stop)
         self._tokens: list[int] = []
         self._scores: list[Scores] = []
         self._starts: list[int] = []
@@ -185,7 +184,8 @@ class Writer:
         if token.token is not None:
             self._tokens.append(token.token)
             self._scores.append(token.logprobs)
-            if token.finish is not FinishReason.STOP:  # the token that ends an answer is not part of its text
+            # The token that ends an answer is not part of its text, unless that is asked for.
+            if token.finish is not FinishReason.STOP or self._form.has_stop:
                 if token.logprobs:
                     self._starts.append(self._stream.length)
                 text = self._stream.push(token.token)
@@ -193,7 +193,7 @@ class Writer:
         if finish is not None:
             text += self._stream.finish()
             finish = FinishReason.STOP if self._stream.stopped else finish
-        if text or finish is not None or self._by_token:
+        if text or finish is not None or self._form.by_token:
             return self._piece(text, finish)
         return None
 

@@ -19,14 +19,22 @@ SEEDS: Final = 2**63
 IN_BACKGROUND: Final = ContextVar("IN_BACKGROUND", default=False)
 
 
+class TextForm(msgspec.Struct, frozen=True):
+    """The form in which an answer's text is told: `by_token`, each token by itself, even one without text;
+    with special tokens as they are spelled; with what stopped it, a string or a token."""
+
+    by_token: bool = False
+    has_special: bool = False
+    has_stop: bool = False
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A checked call of a tenant, with `choices` answers to each of its prompts. Answers are numbered by
     prompt, then by choice. `asked` is what their requests have in common, with the call's id.
 
     `stops` end the text of an answer, which the server handles. An answer that `goes_on` continues the text
-    of its prompt; `markup` is what its text holds beside what it says. Each token of an answer `by_token`
-    is told by itself, even one without text. The client has `stated` bounds of its own, if any; the `clock`
-    has the times of the answers.
+    of its prompt; `markup` is what its text holds beside what it says, and `form` how it is told. The client
+    has `stated` bounds of its own, if any; the `clock` has the times of the answers.
     """
 
     asked: Request
@@ -38,7 +46,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     tier: str = "default"
     stops: tuple[str, ...] = ()
     goes_on: bool = False
-    by_token: bool = False
+    form: TextForm = TextForm()
     markup: Markup = PLAIN
     stated: SLO | None = None
     clock: CallClock = msgspec.field(default_factory=CallClock)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from coserve.core.request import SLO, Request, SamplingParams
 from coserve.errors import DataError
 from coserve.serve.adapter_registry.catalog import Model
-from coserve.serve.answering.call import IN_BACKGROUND, SEEDS, Call
+from coserve.serve.answering.call import IN_BACKGROUND, SEEDS, Call, TextForm
 from coserve.serve.answering.chat import Chat, chat_grammar
 from coserve.serve.answering.cost import (
     MOST_CHARACTERS,
@@ -39,7 +39,7 @@ _TURN = 32  # characters that a turn of a chat counts as, for the time that its 
 class RequestBuilder:
     """Builds the calls of one client for one model, whose ids begin with `kind`, of the service tier `tier`,
     with at most `most_choices` answers to a prompt. Those of one `salt` share the prompts' cache;
-    approximations of the model may answer those that are `adaptive`. For `by_token` and `stated` see `Call`.
+    approximations of the model may answer those that are `adaptive`. For `form` and `stated` see `Call`.
     Of prompts the last `truncation` tokens are kept, or for -1 as many as fit. `hello` is the engine's, with
     the properties of the model's base."""
 
@@ -53,7 +53,7 @@ class RequestBuilder:
     tier: str
     salt: str
     adaptive: bool
-    by_token: bool
+    form: TextForm
     stated: SLO | None
     truncation: int | None
 
@@ -69,7 +69,7 @@ class RequestBuilder:
         tier: str = "default",
         salt: str | None = None,
         adaptive: bool | None = None,
-        by_token: bool | None = None,
+        form: TextForm = TextForm(),
         stated: SLO | None = None,
         truncation: int | None = None,
     ) -> "RequestBuilder":
@@ -79,7 +79,7 @@ class RequestBuilder:
         hello = state.link.hello or await state.link.wait_ready(CONNECTING)
         found = await state.catalog.find(tenant, model)
         most, own = most_choices or state.settings.max_n, hello.of(found.base_id)
-        served = kind, tier, salt or "", bool(adaptive), bool(by_token)
+        served = kind, tier, salt or "", bool(adaptive), form
         return cls(state, tenant, found, own, arrived, most, *served, stated, truncation)
 
     @property
@@ -202,6 +202,8 @@ class RequestBuilder:
                 f"Invalid value for 'min_tokens': the answer may have {min(cost.max_tokens)} tokens at most."
             )
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
+        if self.form.has_special:
+            markup = replace(markup, kept={**self.state.text.special, **markup.kept})
         # A missing seed is drawn, so that another engine can continue the answer.
         seed = secrets.randbelow(SEEDS) if sampling.seed is None else sampling.seed % SEEDS
         asked = Request(
@@ -226,7 +228,7 @@ class RequestBuilder:
             tier=self.tier,
             stops=sampling.stop,
             goes_on=goes_on,
-            by_token=self.by_token,
+            form=self.form,
             stated=self.stated,
             markup=markup,
         )

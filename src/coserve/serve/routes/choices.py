@@ -9,7 +9,7 @@ from typing import Any
 
 from coserve.core.request import FinishReason, SamplingParams
 from coserve.serve.answering.answers import AnswerPiece
-from coserve.serve.answering.call import Call, CallUsage
+from coserve.serve.answering.call import Call, CallUsage, TextForm
 from coserve.serve.answering.replies import SMALL
 from coserve.serve.answering.request_builder import RequestBuilder
 from coserve.serve.http.json_replies import encoded, written
@@ -32,7 +32,11 @@ async def builder_for(state: State, tenant: Tenant, body: Generation, kind: str)
         tier=body.tier,
         salt=body.cache_salt,
         adaptive=body.adaptive,
-        by_token=body.return_token_ids,
+        form=TextForm(
+            by_token=bool(body.return_token_ids),
+            has_special=body.skip_special_tokens is False,
+            has_stop=bool(body.include_stop_str_in_output),
+        ),
         stated=body.stated,
         truncation=body.truncate_prompt_tokens,
     )

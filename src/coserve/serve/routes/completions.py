@@ -110,7 +110,7 @@ class _CompletionFormat(ChoicesFormat):
 
     def _choice(self, piece: AnswerPiece) -> JsonObject:
         prompt, is_first = self.call.prompt(piece.index), piece.index not in self._offsets
-        echoed = self._text.decode(prompt) if is_first and self._echo else ""
+        echoed = self._text.decode(prompt, self.call.form.has_special) if is_first and self._echo else ""
         offset = self._offsets.setdefault(piece.index, len(echoed))
         asked = self.choice(piece)
         if self.tells_ids and is_first:

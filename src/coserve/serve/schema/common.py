@@ -29,6 +29,7 @@ from coserve.serve.answering.cost import (
 )
 from coserve.serve.answering.structure import Structure
 from coserve.serve.errors import ApiError
+from coserve.serve.schema.unsupported import without_unsupported_sampling
 
 MOST_TOKEN_ID = 2**31 - 1
 MOST_METADATA = 16
@@ -179,7 +180,7 @@ class StatedBounds(RequestBody):
 
 
 class Generation(RequestBody):
-    """Fields of both kinds of request. The last fourteen are not OpenAI's: twelve are vLLM's, and `adaptive`
+    """Fields of both kinds of request. The last sixteen are not OpenAI's: fourteen are vLLM's, and `adaptive`
     and `slo` are coserve's own."""
 
     model: str = Field(min_length=1, max_length=LONGEST_NAME, description="The base model, or an adapter.")
@@ -210,6 +211,12 @@ class Generation(RequestBody):
     )
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
+    skip_special_tokens: bool | None = Field(
+        None, description="False: special tokens are part of the text, as they are spelled."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="True: what stopped the answer, a string or a token, is part of its text."
+    )
     return_token_ids: bool | None = Field(None, description="Tells the token ids of prompt and answer.")
     cache_salt: str | None = Field(
         None,
@@ -233,6 +240,11 @@ class Generation(RequestBody):
         None,
         description="Bounds for which training makes room. The usage tells whether they were kept.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported_sampling(cls, body: Any) -> Any:
+        return without_unsupported_sampling(body)
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> "Generation":

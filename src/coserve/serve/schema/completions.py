@@ -17,6 +17,7 @@ from coserve.serve.schema.common import (
     Usage,
     Words,
 )
+from coserve.serve.schema.unsupported import without_unsupported_completion
 
 DEFAULT_MAX_TOKENS = 16
 _HELLO: Any = {"model": "coserve-tiny", "prompt": "Once upon a time", "max_tokens": 16}
@@ -48,6 +49,11 @@ class CompletionRequest(StructuredGeneration):
         le=MOST_TOKEN_ID,
         description=f"{DEFAULT_MAX_TOKENS} unless given; 0 only with echo, to score a prompt.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        return without_unsupported_completion(body)
 
     @model_validator(mode="after")
     def _nothing_needs_echo(self) -> "CompletionRequest":

@@ -1,4 +1,5 @@
-"""Parameters of OpenAI's API that this server does not support: refused by name, never ignored."""
+"""Parameters of OpenAI's API, and of vLLM's, that this server does not support: refused by name, never
+ignored."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -14,7 +15,25 @@ _CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
+    "add_special_tokens": (False,),  # a template has its own
+    "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "include_reasoning": (True,),
 }
+_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {  # vLLM's, with its defaults
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True, False),  # fast tokenizers know no difference
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "return_tokens_as_token_ids": (False,),
+    "repetition_detection": (),
+    "priority": (0,),
+}
+_COMPLETION: Final[Mapping[str, tuple[Any, ...]]] = {"add_special_tokens": (True,)}
 _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "function_call": (),
     "audio": (),
@@ -26,6 +45,16 @@ _MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
 def without_unsupported_chat(body: Any) -> Any:
     """The body without unsupported parameters that have no effect. Raises ApiError 400 for any other."""
     return without(body, _CHAT)
+
+
+def without_unsupported_sampling(body: Any) -> Any:
+    """As `without_unsupported_chat`, for parameters of chats and texts."""
+    return without(body, _SAMPLING)
+
+
+def without_unsupported_completion(body: Any) -> Any:
+    """As `without_unsupported_chat`, for texts to go on with."""
+    return without(body, _COMPLETION)
 
 
 def without_unsupported_message(message: Any) -> Any:
