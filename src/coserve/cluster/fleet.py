@@ -34,6 +34,7 @@ from coserve.cluster.messages import (
 )
 from coserve.cluster.placement import DependenceCounter
 from coserve.cluster.remote import WorkerLink, error_in
+from coserve.cluster.room import PageRoom
 from coserve.cluster.scaling import DropInstance
 from coserve.errors import (
     ConfigError,
@@ -333,7 +334,8 @@ class ClusterFleet:
             worker.ask(HoldAdapter(number, key, data), number, key)
         with self._lock:
             if worker.is_alive:
-                self._instances[number] = HostedBlock(number, block, worker, loaded)
+                room = None if own.room is None else PageRoom(own.room)
+                self._instances[number] = HostedBlock(number, block, worker, loaded, room=room)
                 for key in adapters.keys() - self._adapters.keys():
                     with suppress(Unreachable):
                         worker.send(DropVersions(number, (key,)))
