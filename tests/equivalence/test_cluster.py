@@ -135,8 +135,8 @@ def test_pages_follow_when_rows_go_elsewhere_in_every_step(
 def test_workers_have_fewer_pages_than_their_scheduler(
     folders: dict[str, Path], wanted: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has room for the longest sequence alone: pages leave all the time, and are copied or computed again
-    where rows go. What is longer is refused."""
+    """Each has room for the longest sequence alone: pages leave all the time, and are copied or computed
+    again where rows go. What is longer is refused."""
     with hosts(tmp_path / "w", 2) as workers:
         addresses = [worker.address for worker in workers]
         settings = {"cache_tokens": 96, "cluster_copies": 2, "cluster_cache_tokens": 56, **SETTINGS}
@@ -148,7 +148,9 @@ def test_workers_have_fewer_pages_than_their_scheduler(
             def watched(block: OpenBlock, arrived: Sequence[ArrivedRows]) -> list[Tensor]:
                 nonlocal most
                 assert block.attention.padding_page == 7
-                most = max(most, *(page for one in arrived for own in one.message.hops[0].pages for page in own))
+                most = max(
+                    most, *(page for one in arrived for own in one.message.hops[0].pages for page in own)
+                )
                 return run(block, arrived)
 
             monkeypatch.setattr(OpenBlock, "run", watched)
@@ -159,6 +161,7 @@ def test_workers_have_fewer_pages_than_their_scheduler(
             assert all(len(one.filled) <= 7 for one in front.fleet.instances())
             with pytest.raises(OutOfPages, match="a worker of the cluster has room for 7 "):
                 engine.generate([1] * 50, None, SAMPLING)
+            assert engine.scheduler.requests.queues.room(50, 0) == 7, "the last token needs no place"
 
 
 def test_three_workers_compute_for_different_steps_at_once(

@@ -429,8 +429,6 @@ class ClusterFleet:
         for worker in {one.worker for one in self.instances()}:
             with suppress(Unreachable):
                 worker.send(CancelRows((number,)))
-        for one in instances:  # pages that were to be cleaned may not be
-            one.filled = {page: count for page, count in one.filled.items() if count}
         if not isinstance(message, RowsFailed):
             return None
         if message.unreached:

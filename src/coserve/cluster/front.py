@@ -366,9 +366,9 @@ class ClusterFront:
         return RowSegment(rows.key, rows.length, rows.context, pages, rows.adapter, rows.goes_on)
 
     def _hop(self, one: HostedBlock, segments: Sequence[RowSegment], states: Sequence[StateStep] = ()) -> Hop:
-        """A hop to an instance, which cleans those of the pages first that were nobody's there."""
+        """A hop to an instance, which cleans those of the pages first in which nothing counts there. They are
+        clean once a message has passed: another one on its way does not rely on it."""
         fresh = dict.fromkeys(page for own in segments for page in own.pages if page not in one.filled)
-        one.filled |= dict.fromkeys(fresh, 0)
         places = () if one.room is None else tuple(one.places(own.pages) for own in segments)
         return Hop(one.worker.address, one.number, one.places([*fresh]), states=tuple(states), pages=places)
 

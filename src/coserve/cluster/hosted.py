@@ -60,9 +60,10 @@ class SequencePages:
 
 @dataclass(eq=False)
 class HostedBlock:
-    """An instance on a worker. `filled` has the pages that are clean there, with the tokens in each, `states`
-    those of recurrent layers. One that `is_leaving` has a successor on another worker, and no rows go there
-    any more. `room` has the places of pages there, if these are fewer than its scheduler's pages."""
+    """An instance on a worker. `filled` has the pages in which something counts there, with the tokens in
+    each, `states` those of recurrent layers. One that `is_leaving` has a successor on another worker, and no
+    rows go there any more. `room` has the places of pages there, if these are fewer than its scheduler's
+    pages."""
 
     number: int
     block: int
