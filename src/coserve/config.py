@@ -147,6 +147,15 @@ class EngineConfig:
     cluster_copies: Annotated[
         int, Range(1, MOST_RANKS), Flag("Workers of --cluster that have each of the blocks, at most.", "N")
     ] = 1
+    cluster_cache_tokens: Annotated[
+        int,
+        Range(0),
+        Flag(
+            "Keys and values that each worker of --cluster has room for of a block, in tokens; the longest "
+            "sequence is no longer. 0: all of --cache-tokens.",
+            "N",
+        ),
+    ] = 0
     cluster_queue: Annotated[
         int,
         Range(0),
@@ -337,6 +346,12 @@ class EngineConfig:
     def pages(self) -> int:
         """Pages in the cache."""
         return -(-self.cache_tokens // self.page_size)
+
+    @property
+    def cluster_pages(self) -> int | None:
+        """Pages that each worker of a cluster has of a block, and a sequence at most; None for all."""
+        pages = -(-self.cluster_cache_tokens // self.page_size)
+        return pages if self.cluster and 0 < pages < self.pages else None
 
 
 @dataclass(frozen=True, slots=True)

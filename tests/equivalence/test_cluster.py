@@ -19,6 +19,7 @@ from coserve.cluster.hosted import HostedBlock, SequenceRows
 from coserve.cluster.instance import ArrivedRows, OpenBlock
 from coserve.cluster.records import ClusterLink
 from coserve.engine.completion import Completion
+from coserve.errors import OutOfPages
 from models import prompts, save, tiny, with_lora
 from waiting import wait_until
 
@@ -129,6 +130,38 @@ def test_pages_follow_when_rows_go_elsewhere_in_every_step(
             )
             check_equal(ask(engine, folders), wanted)
             assert front.copied > 100 and front.recomputed > 100
+
+
+def test_workers_have_fewer_pages_than_their_scheduler(
+    folders: dict[str, Path], wanted: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has room for the longest sequence alone: pages leave all the time, and are copied or computed
+    again where rows go. What is longer is refused."""
+    with hosts(tmp_path / "w", 2) as workers:
+        addresses = [worker.address for worker in workers]
+        settings = {"cache_tokens": 96, "cluster_copies": 2, "cluster_cache_tokens": 56, **SETTINGS}
+        with cluster_engine(folders["model"], addresses, monkeypatch, cluster_blocks=1, **settings) as engine:
+            front, most = front_of(engine), 0
+            front.choose = EverElsewhere()
+            run = OpenBlock.run
+
+            def watched(block: OpenBlock, arrived: Sequence[ArrivedRows]) -> list[Tensor]:
+                nonlocal most
+                assert block.attention.padding_page == 7
+                most = max(
+                    most, *(page for one in arrived for own in one.message.hops[0].pages for page in own)
+                )
+                return run(block, arrived)
+
+            monkeypatch.setattr(OpenBlock, "run", watched)
+            asked = [engine.generate(question, None, SAMPLING) for question in QUESTIONS]
+            engine.run()
+            check_equal(asked, wanted[: len(asked)])
+            assert front.sweeper.swept > 20 and front.copied and front.recomputed and most == 6
+            assert all(len(one.filled) <= 7 for one in front.fleet.instances())
+            with pytest.raises(OutOfPages, match="a worker of the cluster has room for 7 "):
+                engine.generate([1] * 50, None, SAMPLING)
+            assert engine.scheduler.requests.queues.room(50, 0) == 7, "the last token needs no place"
 
 
 def test_three_workers_compute_for_different_steps_at_once(

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 from typing import Final, Protocol
 
@@ -70,7 +71,7 @@ class LiveDispatch:
         profile = measured_profile(candidates)
         block = ClusterBlock(_CONTENT, 0, token_nbytes, self._row_nbytes, profile)
         view = ClusterView(
-            {name: live_worker(name, one) for name, one in named.items()},
+            {name: _with_room(live_worker(name, one), one) for name, one in named.items()},
             {_CONTENT: block},
             tuple(_instance(name, one, planned) for name, one in named.items()),
             links | live_links(workers.values(), now),
@@ -78,7 +79,7 @@ class LiveDispatch:
         request = ChainRequest(rows.key, rows.context, rows.length, {_CONTENT: held})
         sender = SCHEDULER if before is None else before.worker.address
         found = Dispatch(DispatchSettings(page=page_size)).choose(view, request, _CONTENT, sender)
-        return candidates[0] if found is None else named[found.worker]
+        return max(candidates, key=_unwanted) if found is None else named[found.worker]
 
 
 def live_links(workers: Iterable[WorkerLink], now: float) -> dict[tuple[str, str], ClusterLink]:
@@ -106,8 +107,22 @@ def held_tokens(one: HostedBlock, pages: Sequence[int], tokens: int, page_size: 
 
 
 def live_worker(name: str, one: HostedBlock) -> ClusterWorker:
-    """A worker. Its instances' pages are allocated as they are opened, so memory decides nothing here."""
+    """A worker. Its instances' pages are allocated as they are opened, so its memory decides nothing."""
     return ClusterWorker(name, Address.parse(name).host, MOST_COUNT, 0, 1.0, 1.0, one.rate or 1 / _GUESS)
+
+
+def _unwanted(one: HostedBlock) -> int:
+    """Pages that open sequences could get without others of them losing some."""
+    return MOST_COUNT if one.room is None else one.room.size - len(one.room.wanted)
+
+
+def _with_room(worker: ClusterWorker, one: HostedBlock) -> ClusterWorker:
+    """A worker with the memory of an instance that has fewer pages than its scheduler: those that open
+    sequences have there are taken, others leave where room is needed."""
+    if one.room is None:
+        return worker
+    nbytes = one.loaded.page_nbytes
+    return replace(worker, memory=one.room.size * nbytes, used=len(one.room.wanted) * nbytes)
 
 
 def measured_profile(candidates: Sequence[HostedBlock]) -> ComputeProfile:

@@ -20,19 +20,21 @@ class PausedPages:
     def resumes_at(self, now: float) -> float:
         """The time at which the pages are predicted to be read again: a pause lasts as much longer as it has
         lasted (T_INT = now - paused_at, estimated anew at each look)."""
-        return now + (now - self.paused_at)
+        return resumes_at(self.paused_at, now)
 
 
 @dataclass(frozen=True, slots=True)
 class PagesCopy:
-    """One worker's copy of a block's pages of one request: tokens that it has, and passes that read it
-    now."""
+    """One worker's copy of a block's pages of one request: tokens that it has, passes that read it now, how
+    many of its pages others read as well, and the predicted time at which the request goes on."""
 
     key: int
     content: str
     worker: str
     tokens: int
     readers: int = 0
+    shared: int = 0
+    resumes_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class ProactiveMove:
     key: int
     content: str
     estimate: DispatchEstimate
+
+
+def resumes_at(paused_at: float, now: float) -> float:
+    """The predicted end of a pause: it lasts as much longer as it has lasted."""
+    return now + (now - paused_at)
 
 
 def migration_order(paused: Iterable[PausedPages], now: float) -> list[PausedPages]:
@@ -75,7 +82,8 @@ def redundant_copies(
 ) -> list[PagesCopy]:
     """Copies that a sweep drops: those of requests that are not open, and of open ones all but the owner's.
     `owners` are the workers where requests' next rows go, by key and content; where none is known the copy
-    with the most tokens stays. A copy that is read stays, and the last one of all tokens does."""
+    with the most tokens stays. A copy that is read stays, and the last one of all tokens does. They are in
+    the order of `sweep_order`."""
     is_open = set(open_keys)
     by_pages: dict[tuple[int, str], list[PagesCopy]] = {}
     for one in copies:
@@ -88,4 +96,10 @@ def redundant_copies(
             whole = [one for one in own if one.tokens == longest]
             kept = min(whole, key=lambda one: (one.worker != owners.get((key, content)), one.worker))
         found += [one for one in own if one is not kept and not one.readers]
-    return found
+    return sweep_order(found)
+
+
+def sweep_order(copies: Iterable[PagesCopy]) -> list[PagesCopy]:
+    """Copies in the order in which they leave where room is needed: those with the fewest shared pages first,
+    as others lose nothing by it, and of several those of requests that go on last."""
+    return sorted(copies, key=lambda one: (one.shared, -one.resumes_at))

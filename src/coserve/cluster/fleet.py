@@ -34,6 +34,7 @@ from coserve.cluster.messages import (
 )
 from coserve.cluster.placement import DependenceCounter
 from coserve.cluster.remote import WorkerLink, error_in
+from coserve.cluster.room import PageRoom
 from coserve.cluster.scaling import DropInstance
 from coserve.errors import (
     ConfigError,
@@ -333,7 +334,8 @@ class ClusterFleet:
             worker.ask(HoldAdapter(number, key, data), number, key)
         with self._lock:
             if worker.is_alive:
-                self._instances[number] = HostedBlock(number, block, worker, loaded)
+                room = None if own.room is None else PageRoom(own.room)
+                self._instances[number] = HostedBlock(number, block, worker, loaded, room=room)
                 for key in adapters.keys() - self._adapters.keys():
                     with suppress(Unreachable):
                         worker.send(DropVersions(number, (key,)))
@@ -427,8 +429,6 @@ class ClusterFleet:
         for worker in {one.worker for one in self.instances()}:
             with suppress(Unreachable):
                 worker.send(CancelRows((number,)))
-        for one in instances:  # pages that were to be cleaned may not be
-            one.filled = {page: count for page, count in one.filled.items() if count}
         if not isinstance(message, RowsFailed):
             return None
         if message.unreached:

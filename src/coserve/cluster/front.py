@@ -28,14 +28,15 @@ from torch import Tensor
 
 from coserve.cluster.choosing import ChooseInstance, LiveDispatch, live_link, measured_profile
 from coserve.cluster.fleet import ClusterFleet
-from coserve.cluster.hosted import HostedBlock, Outcome, Outcomes, SequenceRows
+from coserve.cluster.hosted import HostedBlock, Outcome, Outcomes, SequencePages, SequenceRows
 from coserve.cluster.links import MeasuredLink
 from coserve.cluster.meeting import Meeting, MovingPages, PageMove
 from coserve.cluster.messages import CopyPages, Hop, MovedState, PassRows, RowSegment, RowsPassed, StateStep
-from coserve.cluster.pausing import PausedSequence, PausedSequences
+from coserve.cluster.pausing import PausedSequences
 from coserve.cluster.records import ClusterLink
 from coserve.cluster.speculation import bottlenecks, speculated_places
 from coserve.cluster.states import SequenceStates, StateName, StatePlan
+from coserve.cluster.sweeping import PageSweeper, holding
 from coserve.errors import CoserveError, Unreachable, WeightsUnreadable
 
 _ATTEMPTS: Final = 8  # of a pass while workers are lost; then the plan waits
@@ -53,7 +54,8 @@ class _Again(Exception):
 @dataclass(eq=False)
 class Flight:
     """The rows [rows, width] of a pass on their way: `left` are places of sequences that no task takes there,
-    `tasks` the number of those under way. `out` has what has come back."""
+    `tasks` the number of those under way. `out` has what has come back. `attempts` counts how often rows were
+    `lost`."""
 
     rows: Sequence[SequenceRows]
     hidden: Tensor
@@ -62,6 +64,7 @@ class Flight:
     writes: frozenset[int]  # pages that its rows fill
     tasks: int = 0
     attempts: int = 0
+    lost: bool = False
     error: CoserveError | None = None
     began: float = field(default_factory=time.monotonic)
     ended: float = field(default_factory=time.monotonic)
@@ -98,6 +101,7 @@ class ClusterFront:
         self.copied_states = 0
         self._paused = PausedSequences(self.settings.page_size) if resumes else None
         self._moves: list[Flight] = []  # of such pages, with no rows
+        self.sweeper = PageSweeper(self.settings.page_size)
         self.plans = max(len({one.worker.address for one in fleet.instances()}), 1)
         self.waited = self.passing = 0.0  # seconds of waiting here, and of all flights that have ended
         self._pieces = max(self.settings.blocks // self.plans, 1)  # groups of one pass that go the same way
@@ -114,8 +118,7 @@ class ClusterFront:
         if self._paused is not None:
             self._paused.forget(pages)
         for one in self.fleet.instances():
-            for page in pages:
-                one.filled.pop(page, None)
+            one.drop(pages)
 
     def begin(self, rows: Sequence[SequenceRows], hidden: Tensor) -> Flight:
         """Sends rows [rows, width] of some sequences, one behind the other, on their way through all blocks.
@@ -134,6 +137,7 @@ class ClusterFront:
     def end(self, key: int, pages: Sequence[int], tokens: int) -> None:
         """A sequence has ended, with so many tokens in its pages."""
         self.states.end(key)
+        self.sweeper.end(key)
         if self._paused is not None:
             self._paused.end(key, pages, tokens, time.monotonic())
 
@@ -177,8 +181,10 @@ class ClusterFront:
         except CoserveError as error:
             flight.error = flight.error or error
         flight.tasks -= 1
-        if not flight.tasks:
-            self._set_out(flight)
+        waiting = [one for one in self._open if one.left and not one.tasks and one is not flight]
+        for one in (flight, *waiting):  # the pages that the task has held may make room
+            if not one.tasks:
+                self._set_out(one)
 
     def _start(self, instances: Sequence[HostedBlock]) -> int:
         """A number for something that the task at hand begins at instances; it is sent the outcome."""
@@ -195,21 +201,26 @@ class ClusterFront:
     # Passes
 
     def _set_out(self, flight: Flight) -> None:
-        """Sends the rows that are left on their way."""
+        """Sends the rows that are left on their way, as far as there is room for their pages: the others wait
+        until a task that holds pages ends."""
         while flight.left and flight.error is None:
+            flight.attempts, flight.lost = flight.attempts + flight.lost, False
             if flight.attempts == _ATTEMPTS:
                 told = "workers of the cluster go away faster than their blocks are loaded again"
                 flight.error = WeightsUnreadable(told)
                 return
-            flight.attempts += 1
             try:
                 ways = self._ways(flight)
             except _Again:
+                flight.lost = True
                 continue
             except CoserveError as error:
                 flight.error = WeightsUnreadable(str(error))
                 return
-            flight.left = []
+            ways = {place: way for place, way in ways.items() if self._hold(flight.rows[place], way)}
+            flight.left = [place for place in flight.left if place not in ways]
+            if not ways:
+                return
             alone = [place for place in ways if flight.rows[place].surrogates]  # each verified by itself
             others = {place: way for place, way in ways.items() if place not in alone}
             groups = [*_grouped(others, self._pieces), *([place] for place in alone)]
@@ -259,11 +270,36 @@ class ClusterFront:
                 hidden = yield from self._pass(rows, leg, hidden, self._predicted(rows, way))
             for place, passed in zip(places, torch.split(hidden, lengths), strict=True):
                 flight.out[spans[place]] = passed
+            for own in rows if self.settings.room is not None else ():
+                self.sweeper.passed(own, way, time.monotonic())
         except _Again:
-            flight.left += places
+            flight.left, flight.lost = [*flight.left, *places], True
         finally:
             for one in way:
                 one.rows -= sum(lengths)
+                if one.room is not None:
+                    for own in rows:
+                        one.room.release(self._pages_with(own))
+
+    def _hold(self, rows: SequenceRows, way: Sequence[HostedBlock]) -> bool:
+        """Has the pages of a sequence stay at the instances on its way until its task ends; tells whether all
+        of these have room for them. A sequence that is alone always finds room."""
+        pages = self._pages_with(rows)
+        if not all(self._make_room(one, pages) for one in way):
+            return False
+        for one in way:
+            if one.room is not None:
+                one.room.hold(pages)
+        return True
+
+    def _make_room(self, one: HostedBlock, pages: Sequence[int], redundant_alone: bool = False) -> bool:
+        copies, now = self.fleet.instances(one.block), time.monotonic()
+        over = () if self._paused is None else self._paused.known
+        return self.sweeper.make_room(one, pages, copies, over, now, redundant_alone)
+
+    def _pages_with(self, rows: SequenceRows) -> Sequence[int]:
+        """The pages of a sequence behind some of its rows."""
+        return rows.pages[: -(-(rows.context + rows.length) // self.settings.page_size)]
 
     def _legs(self, way: Sequence[HostedBlock]) -> list[Sequence[HostedBlock]]:
         """The way in parts whose workers reach each other: between two, rows come back here."""
@@ -301,11 +337,10 @@ class ClusterFront:
     ) -> Generator[None, Outcome, Tensor]:
         """Takes rows through the instances of a leg, beside some of which surrogates predict."""
         segments = tuple(self._segment(one) for one in rows)
-        pages = [page for own in segments for page in own.pages]
         steps = [[_step(one, own.states) for own in rows if one.loaded.state_nbytes] for one in leg]
         number = self._start(leg)
         hops = tuple(
-            structs.replace(self._hop(one, pages, own), surrogate=predicted.get(one.number, ""))
+            structs.replace(self._hop(one, segments, own), surrogate=predicted.get(one.number, ""))
             for one, own in zip(leg, steps, strict=True)
         )
         with suppress(Unreachable):  # told as an outcome
@@ -327,15 +362,15 @@ class ClusterFront:
         return passed
 
     def _segment(self, rows: SequenceRows) -> RowSegment:
-        end = rows.context + rows.length
-        pages = tuple(rows.pages[: -(-end // self.settings.page_size)])
+        pages = tuple(self._pages_with(rows))
         return RowSegment(rows.key, rows.length, rows.context, pages, rows.adapter, rows.goes_on)
 
-    def _hop(self, one: HostedBlock, pages: Sequence[int], states: Sequence[StateStep] = ()) -> Hop:
-        """A hop to an instance, which cleans those of the pages first that were nobody's there."""
-        fresh = tuple(dict.fromkeys(page for page in pages if page not in one.filled))
-        one.filled |= dict.fromkeys(fresh, 0)
-        return Hop(one.worker.address, one.number, fresh, states=tuple(states))
+    def _hop(self, one: HostedBlock, segments: Sequence[RowSegment], states: Sequence[StateStep] = ()) -> Hop:
+        """A hop to an instance, which cleans those of the pages first in which nothing counts there. They are
+        clean once a message has passed: another one on its way does not rely on it."""
+        fresh = dict.fromkeys(page for own in segments for page in own.pages if page not in one.filled)
+        places = () if one.room is None else tuple(one.places(own.pages) for own in segments)
+        return Hop(one.worker.address, one.number, one.places([*fresh]), states=tuple(states), pages=places)
 
     # Pages
 
@@ -423,7 +458,7 @@ class ClusterFront:
             self._moves.append(move)
             self._go_on(move, self._copy_ahead(one, target), None)
 
-    def _copy_ahead(self, paused: PausedSequence, target: HostedBlock) -> Steps:
+    def _copy_ahead(self, paused: SequencePages, target: HostedBlock) -> Steps:
         """Copies pages of a sequence that has ended to an instance. One that is lost is not tried again."""
 
         def embedded(start: int, count: int) -> Tensor:
@@ -431,14 +466,17 @@ class ClusterFront:
 
         rows = SequenceRows(paused.key, 1, paused.tokens, paused.pages, "", False, embedded)
         lacking = target.lacking(rows.pages, rows.context, self.settings.page_size)
-        if lacking and self._source(rows, target, lacking) is not None:
-            with suppress(_Again):
+        if not lacking or self._source(rows, target, lacking) is None:
+            return
+        if self._make_room(target, rows.pages, redundant_alone=True):
+            with suppress(_Again), holding(target, rows.pages):
                 yield from self._move(rows, [target], lacking, MovingPages.COPY)
                 self.moved += 1
 
     def _stop(self, move: Flight) -> None:
         """Ends a move once what it has begun is over."""
-        numbers = {number for number, (flight, _) in self._waiting.items() if flight is move}
+        begun = {number: task for number, (flight, task) in self._waiting.items() if flight is move}
+        numbers = set(begun)
         while numbers:
             outcome = self._outcomes.get()
             if outcome.number in numbers:
@@ -446,6 +484,8 @@ class ClusterFront:
                 del self._waiting[outcome.number]
             else:
                 self._take(outcome)
+        for task in begun.values():
+            task.close()
         move.tasks = 0
 
     def _move(
@@ -471,6 +511,24 @@ class ClusterFront:
         )
         moving = MovingPages.RECOMPUTE if source is None else moving or self.moving
         meeting = Meeting(move, max(_COPIED, size), moving, _COMPUTED if is_known else None)
+        with holding(source, rows.pages[lacking[0] : -(-rows.context // size)]):
+            yield from self._meet(rows, way, first, source, meeting)
+        recomputed, copied = meeting.done
+        self.recomputed, self.copied = self.recomputed + len(recomputed), self.copied + len(copied)
+        if source is not None and link is not None and copied and nbytes:
+            shown = ClusterLink(max(meeting.copy_rate * nbytes, 1.0), link.latency)
+            source.worker.links[one.worker.address] = MeasuredLink(shown, time.monotonic())
+
+    def _meet(
+        self,
+        rows: SequenceRows,
+        way: Sequence[HostedBlock],
+        first: int,
+        source: HostedBlock | None,
+        meeting: Meeting,
+    ) -> Steps:
+        """Brings the pages of a move, whose first token is `first`, until both sides meet."""
+        one = way[-1]
         going: dict[int, tuple[range, float, bool]] = {}
         while not meeting.is_done:
             if (tokens := meeting.next_recomputed()) is not None:
@@ -495,11 +553,6 @@ class ClusterFront:
                     earlier.observe(len(tokens), spent)
                     self._brought(rows, earlier, first, tokens)
                 meeting.recomputed(seconds)
-        recomputed, copied = meeting.done
-        self.recomputed, self.copied = self.recomputed + len(recomputed), self.copied + len(copied)
-        if source is not None and link is not None and copied and nbytes:
-            shown = ClusterLink(max(meeting.copy_rate * nbytes, 1.0), link.latency)
-            source.worker.links[one.worker.address] = MeasuredLink(shown, time.monotonic())
 
     def _recompute_rate(self, one: HostedBlock) -> tuple[float, bool]:
         """Tokens a second that an instance computes again, and whether passes of many rows have shown that:
@@ -509,15 +562,15 @@ class ClusterFront:
         return shown or max(each.rate for each in known) or _RECOMPUTED, shown > 0.0
 
     def _source(self, rows: SequenceRows, one: HostedBlock, lacking: Sequence[int]) -> HostedBlock | None:
-        """Another instance of the block that has all that this one lacks, of several the one with the fastest
-        link."""
+        """Another instance of the block that has all from the first page on that this one lacks, of several
+        the one with the fastest link."""
         size, now = self.settings.page_size, time.monotonic()
         found = [
             other
             for other in self.fleet.instances(one.block)
             if other is not one
             and not self.fleet.is_avoided(other, one)
-            and set(lacking).isdisjoint(other.lacking(rows.pages, rows.context, size))
+            and all(place < lacking[0] for place in other.lacking(rows.pages, rows.context, size))
         ]
         return max(found, key=lambda other: live_link(other.worker, one.worker, now).rate, default=None)
 
@@ -535,7 +588,7 @@ class ClusterFront:
         number = self._start(way)
         pages = tuple(rows.pages[: -(-tokens.stop // self.settings.page_size)])
         segment = RowSegment(rows.key, len(tokens), tokens.start, pages, rows.adapter)
-        hops = tuple(self._hop(one, pages) for one in way)
+        hops = tuple(self._hop(one, [segment]) for one in way)
         hidden = rows.embedded(tokens.start, len(tokens))
         with suppress(Unreachable):
             way[0].worker.send(PassRows(number, self.fleet.id, (segment,), hops), [hidden])
@@ -543,9 +596,11 @@ class ClusterFront:
 
     def _copy(self, source: HostedBlock, target: HostedBlock, pages: tuple[int, ...]) -> int:
         number = self._start([source, target])
-        hop = Hop(target.worker.address, target.number)
+        hop, places = Hop(target.worker.address, target.number), source.places(pages)
+        into = None if target.room is None else target.places(pages)
+        asked = CopyPages(number, self.fleet.id, source.number, places, hop, into=into)
         with suppress(Unreachable):
-            source.worker.send(CopyPages(number, self.fleet.id, source.number, pages, hop))
+            source.worker.send(asked)
         return number
 
 

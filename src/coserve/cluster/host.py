@@ -127,6 +127,7 @@ class BlockHost:
         self._instances: dict[Place, _Instance] = {}
         self._tasks: deque[Callable[[], object]] = deque()  # beside rows, for the computing thread
         self._moves: queue.SimpleQueue[_Move | None] = queue.SimpleQueue()
+        self._running: list[PassRows] = []  # what the computing thread computes
         self._moving = threading.Lock()  # what is cancelled under it is not written afterwards
         self._training: deque[_Training] = deque()  # behind all rows
         self._outboxes: dict[str, Outbox] = {}
@@ -475,6 +476,11 @@ class BlockHost:
             own = self._schedulers.get(scheduler)
             return own is None or number in own.cancelled
 
+    def _runs_cancelled(self) -> bool:
+        """Tells whether rows that are computed now no longer count; the lock is held."""
+        known = ((self._schedulers.get(one.scheduler), one.number) for one in self._running)
+        return any(own is None or number in own.cancelled for own, number in known)
+
     def _compute(self) -> None:
         """The computing thread: what was asked for beside rows first, then an instance with rows by their
         precedence, then a layer of training."""
@@ -491,6 +497,7 @@ class BlockHost:
                 if task is None and waiting:
                     chosen = min(waiting, key=partial(_order, time.monotonic()))
                     batch = chosen.queue.take(time.monotonic())
+                    self._running = [arrived.message for arrived in batch]
                 elif task is None:
                     training = self._training[0]
             try:
@@ -507,6 +514,10 @@ class BlockHost:
                 messages = [arrived.message for arrived in batch] if training is None else [training.message]
                 for message in messages:
                     self._fail(message, InternalError(f"the worker at {self.address}: {error}"))
+            if batch:
+                with self._lock:
+                    self._running = []
+                    self._lock.notify_all()
 
     def _train(self, one: _Training) -> None:
         """Takes training rows through their next layer."""
@@ -614,14 +625,18 @@ class BlockHost:
             data = block.read_pages(message.pages) if state is None else block.read_state(state)
         except CoserveError as error:
             return self._fail(message, error)
-        put = PutPages(message.number, message.scheduler, message.target.instance, message.pages, state)
+        pages = message.pages if message.into is None else message.into
+        put = PutPages(message.number, message.scheduler, message.target.instance, pages, state)
         return self._forward(message.target.address, put, [data])
 
     def _write_pages(self, message: PutPages, data: Tensor) -> None:
         """Writes pages that no pass reads yet: the scheduler waits for them, or cancels the move before it
-        gives them to another sequence."""
+        gives them to another sequence. A pass that was cancelled while it ran may still write there, so it
+        ends before."""
         try:
             with self._moving:
+                with self._lock:
+                    self._lock.wait_for(lambda: self._is_closed or not self._runs_cancelled())
                 if self._is_cancelled(message.scheduler, message.number):
                     return
                 block = self._find(message.scheduler, message.instance).block

@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coserve.cluster.messages import BlockLoaded, LoadBlock, RowsFailed, RowsPassed, RowsReturned
 from coserve.cluster.remote import WorkerLink
+from coserve.cluster.room import PageRoom
 from coserve.cluster.states import HeldStates, StatePlan
 from coserve.core.sequence import Span, stage_spans
 
@@ -47,11 +48,22 @@ class SequenceRows:
     states: StatePlan = field(default_factory=StatePlan)
 
 
+@dataclass(frozen=True, eq=False)
+class SequencePages:
+    """The pages of a sequence, the tokens in them, and when its rows passed last, or it ended."""
+
+    key: int
+    pages: Sequence[int]
+    tokens: int
+    at: float
+
+
 @dataclass(eq=False)
 class HostedBlock:
-    """An instance on a worker. `filled` has the pages that are clean there, with the tokens in each, `states`
-    those of recurrent layers. One that `is_leaving` has a successor on another worker, and no rows go there
-    any more."""
+    """An instance on a worker. `filled` has the pages in which something counts there, with the tokens in
+    each, `states` those of recurrent layers. One that `is_leaving` has a successor on another worker, and no
+    rows go there any more. `room` has the places of pages there, if these are fewer than its scheduler's
+    pages."""
 
     number: int
     block: int
@@ -63,6 +75,7 @@ class HostedBlock:
     used_at: float = field(default_factory=time.monotonic)  # when rows last came from there
     seconds: dict[int, float] = field(default_factory=dict)  # of a pass, by its rows up to a power of two
     is_leaving: bool = False
+    room: PageRoom | None = None
 
     @property
     def rate(self) -> float:
@@ -92,13 +105,25 @@ class HostedBlock:
             there = min(page_size, tokens - place * page_size)
             self.filled[pages[place]] = max(self.filled.get(pages[place], 0), there)
 
+    def drop(self, pages: Iterable[int]) -> None:
+        """Notes that nothing in these pages counts there any more."""
+        for page in pages:
+            self.filled.pop(page, None)
+            if self.room is not None:
+                self.room.drop(page)
+
+    def places(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """The places of pages there."""
+        return tuple(pages) if self.room is None else self.room.of(pages)
+
 
 @dataclass(frozen=True)
 class BlockSettings:
     """The cut of a base into blocks. `load` asks for an instance with all layers: of the model, and of the
     keys and values beside it. A block has `copies` instances, and a further one where more than `queue` rows
     wait at one (0: never), until that has had no work for `idle` seconds. `speculated` is the share of the
-    instances beside which surrogates may predict, and `row_nbytes` are those of a row between two blocks."""
+    instances beside which surrogates may predict, and `row_nbytes` are those of a row between two blocks. An
+    instance has `room` for so many pages, where these are fewer than the scheduler's."""
 
     load: LoadBlock
     blocks: int
@@ -107,6 +132,7 @@ class BlockSettings:
     idle: float = 0.0
     speculated: float = 0.0
     row_nbytes: int = 1
+    room: int | None = None
 
     @property
     def page_size(self) -> int:

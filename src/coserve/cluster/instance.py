@@ -7,6 +7,7 @@ from itertools import groupby
 
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import Tensor
 
 from coserve.adapters.adapter import AdapterVersion
@@ -110,12 +111,12 @@ class OpenBlock:
         if len(message.segments) > len(self._spare) or any(one.length > 1 for one in message.segments):
             raise RequestError("a surrogate predicts single rows, as many as there are spare pages")
         segments, copies, surrogate = [], [], message.hops[0].surrogate
-        for one, spare in zip(message.segments, self._spare, strict=False):
-            before = one.context // size
-            self._check(one.pages)
-            if (tokens := one.context % size) and before < len(one.pages):
-                copies.append(PageCopy(one.pages[before], spare, tokens))
-            pages = (*one.pages[:before], spare)
+        for place, (one, spare) in enumerate(zip(message.segments, self._spare, strict=False)):
+            before, own = one.context // size, message.hops[0].pages_of(place, one)
+            self._check(own)
+            if (tokens := one.context % size) and before < len(own):
+                copies.append(PageCopy(own[before], spare, tokens))
+            pages = (*own[:before], spare)
             segments.append(RowSegment(one.key, 1, one.context, pages, surrogate))
         self.attention.clean(self._spare[: len(segments)])
         self.attention.copy(copies)
@@ -238,10 +239,11 @@ class OpenBlock:
 
 
 def _placed(message: PassRows) -> list[tuple[slice, RowSegment]]:
-    """The rows of each segment in its message."""
-    found, start = list[tuple[slice, RowSegment]](), 0
-    for segment in message.segments:
-        found.append((slice(start, start + segment.length), segment))
+    """The rows of each segment in its message, with its pages at the first hop."""
+    found, start, hop = list[tuple[slice, RowSegment]](), 0, message.hops[0]
+    for place, segment in enumerate(message.segments):
+        own = structs.replace(segment, pages=hop.pages_of(place, segment))
+        found.append((slice(start, start + segment.length), own))
         start += segment.length
     return found
 
@@ -251,6 +253,8 @@ def check_rows(message: PassRows, tensors: Sequence[Tensor], width: int) -> Tens
     rows = sum(segment.length for segment in message.segments)
     if not message.hops or not rows or any(not segment.length for segment in message.segments):
         raise ConnectionError("rows without a segment or a way")
+    if len(message.hops[0].pages) not in (0, len(message.segments)):
+        raise ConnectionError("rows with the pages of other segments")
     if len(tensors) != 1 or tuple(tensors[0].shape) != (rows, width):
         raise ConnectionError(f"a message of {rows} rows has other tensors")
     return tensors[0]

@@ -169,13 +169,19 @@ class MovedState(msgspec.Struct, frozen=True, array_like=True):
 class Hop(msgspec.Struct, frozen=True, array_like=True):
     """An instance that rows pass: its worker's address, its number, and pages to be cleaned before. The
     version `surrogate`, where it is named, predicts what the instance's block computes of single rows. A
-    block with recurrent layers has a step of `states` for each segment."""
+    block with recurrent layers has a step of `states` for each segment. Where an instance has fewer pages
+    than its scheduler, `pages` are those of each segment there, in place of the segment's own."""
 
     address: Text
     instance: Number
     clean: tuple[Count, ...] = ()
     surrogate: Text = ""
     states: tuple[StateStep, ...] = ()
+    pages: tuple[tuple[Count, ...], ...] = ()
+
+    def pages_of(self, place: int, segment: RowSegment) -> tuple[int, ...]:
+        """The pages of a message's segment at this instance."""
+        return self.pages[place] if self.pages else segment.pages
 
 
 class PassRows(msgspec.Struct, frozen=True, tag=True):
@@ -264,7 +270,8 @@ class CancelRows(msgspec.Struct, frozen=True, tag=True):
 
 
 class CopyPages(msgspec.Struct, frozen=True, tag=True):
-    """Has the worker of `instance` send pages to another one, or the states of a sequence."""
+    """Has the worker of `instance` send pages to another one, into pages of the same numbers or, where it is
+    given, `into` others; or the states of a sequence."""
 
     number: Number
     scheduler: Text
@@ -272,6 +279,7 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True):
     pages: tuple[Count, ...]
     target: Hop
     state: MovedState | None = None
+    into: tuple[Count, ...] | None = None
 
 
 class PutPages(msgspec.Struct, frozen=True, tag=True):

@@ -44,7 +44,7 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
         first=0,
         last=base.depth,
         dtype=str(base.dtype).removeprefix("torch."),
-        pages=config.pages,
+        pages=config.cluster_pages or config.pages,
         page_size=config.page_size,
         sequences=config.max_running,
         spare=int(config.cluster_speculation > 0),
@@ -52,7 +52,7 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
     )
     settings = BlockSettings(
         load, blocks, config.cluster_copies, config.cluster_queue, config.cluster_idle,
-        config.cluster_speculation, base.hidden_size * base.dtype.itemsize,
+        config.cluster_speculation, base.hidden_size * base.dtype.itemsize, config.cluster_pages,
     )  # fmt: skip
     fleet = ClusterFleet(settings, addresses, key)
     try:

@@ -2,13 +2,12 @@
 worker where that turn would go to (`coordination.py`), by the scheduler's live record."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from coserve.cluster.choosing import held_tokens, live_links, live_worker, measured_profile
 from coserve.cluster.coordination import PausedPages, proactive_moves
 from coserve.cluster.dispatch import Dispatch, DispatchRule, DispatchSettings
-from coserve.cluster.hosted import HostedBlock
+from coserve.cluster.hosted import HostedBlock, SequencePages
 from coserve.cluster.records import BlockInstance, ChainRequest, ClusterBlock, ClusterView
 from coserve.core.ranges import MOST_COUNT
 
@@ -16,27 +15,22 @@ _MOST: Final = 256  # sequences that are remembered; the oldest is forgotten fir
 _LOOK: Final = 1.0  # seconds between two looks
 
 
-@dataclass(frozen=True, eq=False)
-class PausedSequence:
-    """The whole pages of a sequence that ended at `at`, and their tokens."""
-
-    key: int
-    pages: Sequence[int]
-    tokens: int
-    at: float
-
-
 class PausedSequences:
-    """Ended sequences whose pages nobody else has got, by key."""
+    """Ended sequences whose pages nobody else has got, by key, with their whole pages."""
 
     def __init__(self, page_size: int) -> None:
         self._size, self._looked = page_size, 0.0
-        self._paused: dict[int, PausedSequence] = {}
+        self._paused: dict[int, SequencePages] = {}
+
+    @property
+    def known(self) -> Iterable[SequencePages]:
+        """The sequences that are remembered, the one that ended first before the others."""
+        return self._paused.values()
 
     def end(self, key: int, pages: Sequence[int], tokens: int, now: float) -> None:
         """A sequence has ended, whose pages may be read again."""
         if whole := tokens // self._size:
-            self._paused[key] = PausedSequence(key, tuple(pages[:whole]), whole * self._size, now)
+            self._paused[key] = SequencePages(key, tuple(pages[:whole]), whole * self._size, now)
         while len(self._paused) > _MOST:
             del self._paused[next(iter(self._paused))]
 
@@ -46,7 +40,7 @@ class PausedSequences:
             gone = set(pages)
             self._paused = {key: one for key, one in self._paused.items() if gone.isdisjoint(one.pages)}
 
-    def due(self, instances: Sequence[HostedBlock], now: float) -> list[tuple[PausedSequence, HostedBlock]]:
+    def due(self, instances: Sequence[HostedBlock], now: float) -> list[tuple[SequencePages, HostedBlock]]:
         """Sequences whose pages of a block go to an instance now, if it is time to look. Pages are copied:
         computing them anew would take the time of rows that are there."""
         if not self._paused or now - self._looked < _LOOK:
@@ -86,7 +80,7 @@ class PausedSequences:
         moves = proactive_moves(view, waiting, now, Dispatch(rules))
         return [(self._paused[one.key], several[one.content][one.estimate.worker]) for one in moves]
 
-    def _request(self, one: PausedSequence, blocks: Mapping[str, Mapping[str, HostedBlock]]) -> ChainRequest:
+    def _request(self, one: SequencePages, blocks: Mapping[str, Mapping[str, HostedBlock]]) -> ChainRequest:
         pages = {
             content: {
                 address: held_tokens(instance, one.pages, one.tokens, self._size)

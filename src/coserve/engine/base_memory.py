@@ -153,6 +153,7 @@ def scheduler_config(config: EngineConfig, base: Base, spec: ExecutorSpec) -> Sc
             row_buckets=base.row_buckets,
             overlap=Overlap(spec.plans, spec.plan_rate, spec.trains_apart),
             speculation=None if base.is_recurrent else config.speculation,
+            sequence_pages=config.cluster_pages,
             **scheduler,
         )
     except TypeError as error:

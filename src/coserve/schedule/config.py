@@ -13,6 +13,7 @@ SET_BY_ENGINE: Final = frozenset(
     {
         "layers", "max_positions", "eos_token_ids", "max_running", "prefix_sharing", "interruptible",
         "row_buckets", "overlap", "kept_states", "state_rows", "speculation",
+        "sequence_pages",
     }
 )  # fmt: skip
 
@@ -52,6 +53,7 @@ class SchedulerConfig:
     row_buckets: RowBuckets = EXACT  # the device's: prompts are cut where no padding is needed
     overlap: Overlap = ALONE  # of the executor's plans
     speculation: SpeculativeConfig | None = None  # whether sequences draft their next tokens
+    sequence_pages: int | None = None  # most of one sequence; None: all, a cluster's workers may have fewer
 
     @property
     def reserved_rows(self) -> int:

@@ -73,6 +73,12 @@ class RequestQueues:
             )
         most = prompt + max(answer, 1) - 1  # the last token of an answer never enters the cache
         needed = pages.pages_for(ahead) + cache.prefixes.pages_for(ahead, most)
+        if (most_pages := cache.config.sequence_pages) is not None and needed > most_pages:
+            raise OutOfPages(
+                f"request {request.id} can grow to {most} cached tokens, {needed} pages of "
+                f"{pages.page_size}; a worker of the cluster has room for {most_pages} "
+                "(engine.cluster_cache_tokens)"
+            )
         is_long = needed > pages.pages
         if is_long and (why := cache.offloading.refusal(request, most)):
             raise OutOfPages(
@@ -88,7 +94,8 @@ class RequestQueues:
         cache = self.caches[base]
         size = cache.pages.page_size
         template = virtual % size > 0
-        cached = (cache.pages.pages - template) * size - virtual - prompt + 1
+        most_pages = min(cache.pages.pages, cache.config.sequence_pages or cache.pages.pages)
+        cached = (most_pages - template) * size - virtual - prompt + 1
         if cached < 1 and not virtual:
             cached = max(cached, cache.offloading.room(prompt))
         return min(cache.config.max_positions - virtual - prompt, cached)

@@ -259,7 +259,7 @@ class Hello(WireMessage, frozen=True):
     positions: int  # most tokens of one sequence
     vocabulary: int
     width: int  # of the model's rows
-    cache_tokens: int  # most tokens of all running sequences
+    cache_tokens: int  # most tokens of all running sequences; of one, where workers of a cluster have fewer
     max_running: int
     deterministic: bool
     load_seconds: float

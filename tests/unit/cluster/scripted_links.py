@@ -107,7 +107,8 @@ class ScriptedLink:
                 there.states[message.target.instance, moved.into] = name, what[1][0]
                 self.passed(message.number, RowsPassed(message.number), [])
             elif message.number not in there.cancelled:
-                for page, values in zip(message.pages, what[1], strict=True):
+                into = message.pages if message.into is None else message.into
+                for page, values in zip(into, what[1], strict=True):
                     there.pages[message.target.instance, page] = values
                 self.passed(message.number, RowsPassed(message.number), [])
         else:
@@ -134,7 +135,9 @@ class ScriptedLink:
                     state.append(next(given))
                     out.append(mixed(block, state))
                     continue
-                places = [(hop.instance, segment.pages[n // PAGE], n % PAGE) for n in range(position + 1)]
+                own = hop.pages_of(number, segment)
+                assert max(own) < (self.world.room or 64), "an instance has more pages than it has room for"
+                places = [(hop.instance, own[n // PAGE], n % PAGE) for n in range(position + 1)]
                 instance, page, offset = places[-1]
                 self.pages[instance, page][offset] = next(given)
                 values = [self.pages[instance, page][offset] for instance, page, offset in places]
@@ -198,8 +201,9 @@ class FrontWorld:
         self.lines, self.moves = [*range(LINES)], list[StateMove]()
         patch.setattr("coserve.cluster.fleet.WorkerLink", self.connected)
         patch.setattr("coserve.cluster.pausing._LOOK", 0.0)
+        self.room = random.Random(-seed).choice((None, 5, 7, 12))  # pages at an instance, 5 of the longest
         self.fleet = ClusterFleet(
-            BlockSettings(load, self.count, draw.randint(1, 2)), lambda: self.there, b""
+            BlockSettings(load, self.count, draw.randint(1, 2), room=self.room), lambda: self.there, b""
         )
         self.fleet._connect()
         self.fleet.place()
@@ -269,6 +273,9 @@ class FrontWorld:
         for move in self.front._moves:
             if not move.is_done:
                 self.front._stop(move)
+        rooms = [one.room for one in self.fleet.instances() if one.room is not None]
+        self.swept = self.front.sweeper.swept
+        assert not any(one._held or one.wanted for one in rooms)
         assert not self.front._open and not self.front._waiting and not self.fleet._under_way
         assert all(one.rows == 0 for one in self.fleet.instances())
 
@@ -350,7 +357,7 @@ class FrontWorld:
                 self.done.append(told)
                 self.cached.append(told)
                 self.lines.append(told.line)
-                self.front.states.end(told.key)
+                self.front.end(told.key, told.pages, told.computed)
                 assert self.front._paused is not None
                 self.front._paused.end(told.key, told.pages, told.computed, time.monotonic() - 10.0)
 

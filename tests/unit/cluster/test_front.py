@@ -10,12 +10,13 @@ from scripted_links import FrontWorld
 from coserve.cluster.front import Flight
 from coserve.cluster.hosted import Outcome
 
-THINGS = {"several", "deaths", "copied", "recomputed", "moved", "replaced", "states", "kept"}
+THINGS = {"several", "deaths", "copied", "recomputed", "moved", "replaced", "states", "kept", "swept"}
 
 
 def play(seeds: Iterable[int]) -> Counter[str]:
     """Worlds with several passes at once, deaths, tokens that were copied and recomputed, pages that moved
-    before they were needed, blocks that moved, states that were copied, and those that were kept."""
+    before they were needed, blocks that moved, states that were copied, those that were kept, and pages that
+    left an instance for others."""
     found: Counter[str] = Counter()
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
@@ -26,6 +27,7 @@ def play(seeds: Iterable[int]) -> Counter[str]:
                 raise AssertionError(f"world {seed}") from error
         front = world.front
         found.update(several=world.most_open > 1, deaths=world.deaths, replaced=world.replaced)
+        found.update(swept=world.swept)
         found.update(states=front.copied_states, kept=len(world.kept))
         found.update(copied=front.copied, recomputed=front.recomputed, moved=front.moved)
     return found
