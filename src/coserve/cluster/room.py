@@ -30,7 +30,7 @@ class PageRoom:
         return tuple(self._places[page] for page in pages)
 
     def lacks(self, pages: Iterable[int]) -> int:
-        """How many of these pages have no place."""
+        """The number of these pages that have no place."""
         return sum(page not in self._places for page in pages)
 
     def hold(self, pages: Iterable[int]) -> None:

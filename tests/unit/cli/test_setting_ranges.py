@@ -53,6 +53,7 @@ RANGES: Final = {
         "pipeline_parallel": (0, 1, 64, 65),
         "cluster_blocks": (-1, 0, 1024, 1025),
         "cluster_copies": (0, 1, 64, 65),
+        "cluster_cache_tokens": _LIMIT,
         "cluster_queue": _LIMIT,
         "cluster_idle": _FROM_0,
         "cluster_speculation": (-0.01, 0.0, 1.0, 1.01),

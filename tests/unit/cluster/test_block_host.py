@@ -29,6 +29,7 @@ from coserve.cluster.messages import (
 )
 from coserve.cluster.peer import Peer, connect
 from models import save, tiny, with_lora
+from waiting import wait_until
 
 pytestmark = pytest.mark.local
 
@@ -83,10 +84,13 @@ def test_training_is_below_answers_and_checked(tmp_path: Path, monkeypatch: pyte
 
 
 def test_pages_move_while_a_pass_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that is written does not wait for the pass; one whose move was cancelled is never written."""
+    """A page that is written does not wait for the pass, unless that no longer counts and may write there;
+    one whose move was cancelled is never written."""
     model = save(tiny("llama", torch.float32, num_hidden_layers=2), tmp_path / "model")
-    run, goes_on = OpenBlock.run, threading.Event()
-    monkeypatch.setattr(OpenBlock, "run", lambda *given: goes_on.wait(60.0) and run(*given))
+    run, write, goes_on, done = OpenBlock.run, OpenBlock.write_pages, threading.Event(), list[str]()
+    monkeypatch.setattr(
+        OpenBlock, "run", lambda *given: goes_on.wait(60.0) and (run(*given), done.append("passed"))[0]
+    )
     with hosts(tmp_path / "w", 2) as (sender, receiver):
         peers = [connect(one.address, KEY.encode(), "s") for one in (sender, receiver)]
         for number, peer in enumerate(peers):
@@ -103,7 +107,16 @@ def test_pages_move_while_a_pass_is_computed(tmp_path: Path, monkeypatch: pytest
         assert isinstance((told(peers[1]) or ((),))[0], Pong), "it was cancelled before the page comes"
         for number, page in ((2, 1), (3, 2)):
             peers[0].send(CopyPages(number, "s", 0, (page,), to))
-        moved, computed = told(peers[1]), (goes_on.set(), told(peers[1]))[1]
+        moved = told(peers[1])
+        monkeypatch.setattr(OpenBlock, "write_pages", lambda *given: done.append("written") or write(*given))
+        peers[1].send(CancelRows((1,)))
+        peers[1].send(Ping())
+        assert isinstance((told(peers[1]) or ((),))[0], Pong), "the pass no longer counts"
+        peers[0].send(CopyPages(4, "s", 0, (2,), to, into=(0,)))
+        wait_until(lambda: receiver._moving.locked() or bool(done))
+        computed, last = (goes_on.set(), told(peers[1]))[1], told(peers[1])
+        assert last is not None and isinstance(last[0], RowsPassed) and done == ["passed", "written"]
+        assert torch.equal(other.read_pages((0,))[0], data[1]), "and nothing of the pass"
         assert moved is not None and isinstance(moved[0], RowsPassed) and moved[0].number == 3
         assert computed is not None and isinstance(computed[0], RowsPassed) and computed[0].number == 1
         assert torch.equal(other.read_pages((2,))[0], data[1]), "a page that came meanwhile"
