@@ -1,19 +1,20 @@
-"""Recurrent mixers by the kernels of a CPU.
+"""Recurrent mixers by the kernels of a CPU, or by Triton's on a GPU.
 
 A mixer's code calls functions of its module for one row of each sequence: a step of a causal convolution, of
 the gated delta rule or of Mamba's recurrence. It gets a copy of its own code in which these names are other
 functions. These compute as their own, unless they are given `StatePlaces` instead of states, which they read
-and write where they lie. Convolutions, the gated delta rule and Mamba's
-recurrences of several rows are kernels, too, with gradients. Mamba 1's function for several rows begins with
-an empty state, whatever its mixer has asked the cache for; here it begins with that one (`asked`). An
-experiment tells whether the mixer gives the same outputs and states then.
+and write where they lie. On a CPU convolutions, the gated delta rule and Mamba's recurrences of several rows
+are kernels, too, with gradients. Mamba 1's function for several rows begins with an empty state, whatever its
+mixer has asked the cache for; here it begins with that one (`asked`). An experiment tells whether the mixer
+gives the same outputs and states then.
 """
 
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from importlib import import_module
 from inspect import unwrap
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 from coserve.kernels import recurrent as plain
 from coserve.kernels.native import ops, recurrent
 from coserve.kernels.recurrent import StatePlaces
+from coserve.kernels.triton import is_installed
 
-_NEAR: Final = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # relative difference of the experiment's results
+# Relative difference of the experiment's results.
+_NEAR: Final = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}
 
 Function = Callable[..., Any]
 
@@ -39,6 +42,12 @@ asked: Final = AskedState()
 Run = Callable[[Mapping[Any, Any]], tuple[Tensor, Mapping[Any, Tensor]]]
 
 
+def _row_kernels(like: Tensor) -> ModuleType:
+    """The kernels of a device for one row of each sequence, by the plain twins' names."""
+    is_on_gpu = like.is_cuda and is_installed()
+    return import_module("coserve.kernels.triton.recurrent") if is_on_gpu else recurrent
+
+
 def _convolve(
     own: Function,
     hidden_states: Tensor,
@@ -50,9 +59,10 @@ def _convolve(
     if not isinstance(conv_state, StatePlaces):
         y: Tensor = own(hidden_states, conv_state, weight, bias, activation)
         return y
-    x = hidden_states[..., 0]
-    if activation in (None, "silu") and recurrent.takes_conv(x, weight, bias, conv_state):
-        return recurrent.conv_update(x, weight, bias, activation is not None, conv_state)[..., None]
+    x, kernels = hidden_states[..., 0], _row_kernels(hidden_states)
+    if activation in (None, "silu") and kernels.takes_conv(x, weight, bias, conv_state):
+        y = kernels.conv_update(x, weight, bias, activation is not None, conv_state)
+        return y[..., None]
     states = conv_state.read()
     y = own(hidden_states, states, weight, bias, activation)  # writes in place
     conv_state.write(states)
@@ -90,8 +100,9 @@ def _learn(
         found: tuple[Tensor, Any] = given(initial_state=initial_state, **kwargs)
         return found
     row = query[:, 0], key[:, 0], value[:, 0], g[:, 0].float(), beta[:, 0]
-    if recurrent.takes_delta(*row, initial_state):
-        return recurrent.delta_update(*row, use_qk_l2norm_in_kernel, initial_state)[:, None], initial_state
+    kernels = _row_kernels(query)
+    if kernels.takes_delta(*row, initial_state):
+        return kernels.delta_update(*row, use_qk_l2norm_in_kernel, initial_state)[:, None], initial_state
     y, states = given(initial_state=initial_state.read(), **kwargs)
     initial_state.write(states)
     return y, initial_state
@@ -151,9 +162,11 @@ def _select(
     if bias is not None:
         step = step + bias.to(step.dtype)
     step = (nn.functional.softplus(step) if dt_softplus else step).float()
-    if _is_expanded(x, dt, A, D, dt_bias) and recurrent.takes_selective(x, step, decay, b, c, one_z, places):
+    kernels = _row_kernels(x)
+    if _is_expanded(x, dt, A, D, dt_bias) and kernels.takes_selective(x, step, decay, b, c, one_z, places):
         ends = None if ends is None else ends.float().contiguous()
-        return recurrent.selective_update(x, step, decay, b, c, ends, one_z, places).view_as(hidden_states)
+        y = kernels.selective_update(x, step, decay, b, c, ends, one_z, places)
+        return y.view_as(hidden_states)
     states = state.read()
     y = given(states, hidden_states, dt, A, B, C)  # writes in place
     state.write(states)
@@ -272,12 +285,13 @@ def updates_places(
     if not isinstance(own, FunctionType) or "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
         return False
     like = next(module.parameters())
-    if not ops.takes(like) or (copied := _with_updates(own)) is None:
+    has_kernels = ops.takes(like) or (like.is_cuda and is_installed())
+    if not has_kernels or like.dtype not in _NEAR or (copied := _with_updates(own)) is None:
         return False
     both = {key: torch.cat((state, -0.5 * state)) for key, state in states.items()}
     wanted, after = run({key: state.clone() for key, state in both.items()})
     rows, left = run_exactly(states)
-    before, behind = torch.tensor([3, 0]), torch.tensor([2, 5])
+    before, behind = (torch.tensor(own, device=like.device) for own in ([3, 0], [2, 5]))
     places = {
         key: StatePlaces(state.new_zeros(6, *state.shape[1:]).index_copy_(0, before, state), before, behind)
         for key, state in both.items()
@@ -286,7 +300,7 @@ def updates_places(
     try:
         found, _ = run(places)
         own_rows, own_left = run_several(states)
-    except (TypeError, AttributeError, RuntimeError, ValueError):  # other functions have these states
+    except Exception:  # other functions have these states, or a GPU's compiler refuses a kernel
         del module.__dict__["forward"]
         return False
     near = _NEAR[like.dtype]

@@ -9,7 +9,7 @@ from typing import Any, Final
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from coserve.kernels.triton import blocksparse, elementwise, pages, rotary_pages, segmented
+from coserve.kernels.triton import blocksparse, elementwise, pages, recurrent, rotary_pages, segmented
 
 HOPPER: Final = GPUTarget("cuda", 90, 32)
 SHARED: Final = 227 << 10  # bytes that a block may have there
@@ -36,12 +36,15 @@ NUMBERS: Final = frozenset(
         "sinks",
         "total",
         "normed",
+        "beta",
+        "bias",
     }
     | PARTS
     | ELEMENTS
 )
 FLOATS: Final = frozenset({"scale", "softcap", "eps"})
-LONGS: Final = frozenset({"pages", "lengths", "slots"})
+LONGS: Final = frozenset({"pages", "lengths", "slots", "before", "after"})
+EXACT: Final = frozenset({"held", "log_decay", "dt"})  # in float32
 COUNTS: Final = frozenset(
     {"width", "share", "page_size", "dk", "dv", "window", "q_batch", "q_head", "keys_group", "values_group"}
     | {
@@ -57,6 +60,10 @@ COUNTS: Final = frozenset(
         "count",
         "second_width",
         "third_width",
+        "channels",
+        "states",
+        "a_head",
+        "a_state",
         "all_ranks",
         "z_stride",
         "u_stride",
@@ -84,6 +91,11 @@ def cases() -> Iterator[tuple[Any, Mapping[str, Any]]]:
         yield elementwise._rms_norm_back, {"CENTRED": centred, "BLOCK": 16384}
         yield elementwise._add_rms_norm, {"CENTRED": centred, "BLOCK": 4096}
         yield elementwise._rotate, {"BACK": centred, "HEADS": 8, "HALF": 64}
+        yield recurrent._conv_update, {"COLUMNS": 4, "BIAS": centred, "SILU": centred, "CHANNELS": 256}
+        delta = {"BY_KEY": centred, "NORMED": centred, "KEYS": 128, "VALUES": 32}
+        yield recurrent._delta_update, delta
+        selective = {"ENDS": centred, "GATED": centred, "STATES": 128, "VALUES": 32}
+        yield recurrent._selective_update, selective
     yield rotary_pages._rotate_into_pages, {"HEADS": 8, "HALF": 64, "DEEP": 128}
     yield elementwise._silu_mul, {"BLOCK": 1024}
     yield elementwise._silu_mul_back, {"BLOCK": 1024}
@@ -104,6 +116,8 @@ def type_of(name: str, constants: Mapping[str, Any], dtype: str) -> str:
         return "i32"
     if name in FLOATS:
         return "fp32"
+    if name in EXACT:
+        return "*fp32"
     if name == "found" and "CENTRED" in constants:
         return f"*{dtype}"
     if name == "found" or (name in PARTS and not constants.get("WHOLE")):

@@ -15,11 +15,12 @@ CASES = Path(__file__).with_name("triton_cases.py")
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("part", ["low rank", "rows", "attention"])
+@pytest.mark.parametrize("part", ["low rank", "rows", "attention", "states", "mixers"])
 def test_every_kernel_equals_its_twin(part: str) -> None:
     """Cases of `triton_cases.py`: decode rows, long segments, both; ranks from 1 on, gaps, nobody's
     rows."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    tests = Path(__file__).parents[2]
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([*sys.path, str(tests)]))
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
     found = subprocess.run(

@@ -9,19 +9,24 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from coserve.kernels import recurrent as plain
 from coserve.kernels import reference
 from coserve.kernels.attention import AttentionSpec, causal_mask
 from coserve.kernels.lora.backend import LoraWeights, TrainingLoraBackend
 from coserve.kernels.lora.layout import Layout
 from coserve.kernels.lora.slots import GatheredSlots, PlainSlots, SlotTables
+from coserve.kernels.recurrent import StatePlaces
 from coserve.kernels.row_tiles import RowTiles, list_tiles, most_tiles
-from coserve.kernels.triton import blocksparse, elementwise, segmented
+from coserve.kernels.triton import blocksparse, elementwise, recurrent, segmented
 from coserve.kernels.triton import pages as decode
 from coserve.kernels.triton.backends import TritonBlockSparse, TritonSegmented
 from coserve.kernels.triton.blocksparse import Topology
 from coserve.kernels.triton.rotary_pages import rotate_into_pages
 from coserve.kernels.triton.slots import TritonSlots
 from coserve.kernels.triton.tiles import Tiles
+from coserve.model import native_mixer
+from coserve.model.load import load_base
+from recurrent import build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 wrongly, without a word.
@@ -326,7 +331,70 @@ def _slot_tiles(dtype: torch.dtype, tolerance: float) -> None:
     assert error <= tolerance, f"slots in tiles, {dtype}: off by {error:.2g}"
 
 
-PARTS: Mapping[str, Callable[[], None]] = {"low rank": _low_rank, "rows": _rows, "attention": _attention}
+def _states() -> None:
+    """One row of each of three sequences, whose states are anywhere among others that stay; widths are no
+    powers of two, and heads share keys."""
+    draws = torch.Generator().manual_seed(6)
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=draws).to(dtype).to(DEVICE)
+
+    for dtype, tolerance in TYPES.items():
+        for by_key, with_ends in ((False, True), (True, False)):
+            q, k = (drawn(3, 2, 24, dtype=dtype) for _ in range(2))
+            decay = -drawn(3, 4, *([24] if by_key else [])).exp()
+            row = q, k, drawn(3, 4, 40, dtype=dtype), decay, drawn(3, 4, dtype=dtype).sigmoid(), with_ends
+            _updates(
+                f"delta {by_key}", recurrent.delta_update, plain.delta_update, row, (4, 24, 40), tolerance
+            )
+            heads, width = (4, 40) if by_key else (70, 1)
+            x, b, c = (drawn(3, *own, dtype=dtype) for own in ((heads, width), (2, 24), (2, 24)))
+            dt, a = drawn(3, heads).exp(), -drawn(heads, 1).exp().expand(heads, 24)
+            d, z = (drawn(heads), drawn(3, heads, width, dtype=dtype)) if with_ends else (None, None)
+            mamba = x, dt, a, b, c, d, z
+            wide = heads, width, 24
+            _updates("selective", recurrent.selective_update, plain.selective_update, mamba, wide, tolerance)
+            weight, bias = drawn(70, 4, dtype=dtype), drawn(70, dtype=dtype) if by_key else None
+            conv = drawn(3, 70, dtype=dtype), weight, bias, by_key
+            held = (70, 4)
+            _updates("conv", recurrent.conv_update, plain.conv_update, conv, held, 2 * tolerance, dtype)
+
+
+def _updates(
+    what: str, kernel: Callable[..., Tensor], twin: Callable[..., Tensor], row: tuple[object, ...],
+    shape: tuple[int, ...], tolerance: float, dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    held = torch.randn(7, *shape, generator=torch.Generator().manual_seed(7)).to(dtype).to(DEVICE)
+    before, after = torch.tensor([3, 0, 6]).to(DEVICE), torch.tensor([2, 5, 1]).to(DEVICE)
+    found, wanted = (StatePlaces(held.clone(), before, after) for _ in range(2))
+    _near(kernel(*row, found), twin(*row, wanted), tolerance, what)
+    _near(found.held, wanted.held, tolerance, f"{what}: states")
+    assert torch.equal(found.held[[0, 3, 4, 6]], held[[0, 3, 4, 6]]), f"{what}: other states"
+
+
+def _mixers() -> None:
+    """Models' own mixers update their states by the kernels: the experiment of a load says so."""
+    names = "conv_update", "delta_update", "selective_update"
+    spies = {name: mock.Mock(wraps=getattr(recurrent, name)) for name in names}
+    with (
+        mock.patch.object(native_mixer, "_row_kernels", lambda like: recurrent),
+        mock.patch.object(recurrent, "_read", lambda *tensors: True),
+        mock.patch.multiple(recurrent, **spies),
+    ):
+        for model in ("qwen3_next", "granitemoehybrid", "mamba", "lfm2"):
+            base = load_base(build(model).to(DEVICE))
+            assert all(mixer.anatomy.in_place for mixer in base.mixers if mixer is not None), model
+            called = [name for name in names if spies[name].called]
+            wanted = {"qwen3_next": ["conv_update", "delta_update"], "lfm2": ["conv_update"]}
+            assert called == wanted.get(model, ["conv_update", "selective_update"]), (model, called)
+            for spy in spies.values():
+                spy.reset_mock()
+
+
+PARTS: Mapping[str, Callable[[], None]] = {
+    "low rank": _low_rank, "rows": _rows, "attention": _attention, "states": _states,
+    "mixers": _mixers,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
