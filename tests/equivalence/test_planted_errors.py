@@ -125,7 +125,8 @@ def test_only_who_is_the_cause_fails(mode: str, monkeypatch: pytest.MonkeyPatch,
         assert (0, 1) in together, "a window alone"
         assert not asks or ((1, 0) in together and any(answers > 1 for answers, _ in together))
     if mode.startswith("local"):  # first steps have all that there is
-        assert any(windows > 1 and bool(answers) is asks for answers, windows in together)
+        fewest = 1 if asks else 2  # beside answers a draw may have one window that fails with them
+        assert any(windows >= fewest and bool(answers) is asks for answers, windows in together)
     for own, other in zip(found.answers, wanted.answers, strict=True):
         assert own[0] == other[0], "tokens"
         assert own[1] == (other[1] if exactly else pytest.approx(other[1], rel=1e-9))
