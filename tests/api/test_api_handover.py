@@ -264,6 +264,36 @@ def test_a_run_comes_back_to_a_server_that_had_it_before(
     tell(story, tmp_path, str(tmp_path / "common"))
 
 
+def test_a_run_that_another_server_has_promised_is_not_lost_where_it_was_asked_for_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server is stopped before it has made a run; its client asks another one, and both for the result."""
+
+    async def story(a: World, b: World) -> None:
+        here, there = Caller(a), Caller(b)
+        session, log, goes_on = await here.session(), a.state.store.run_log, asyncio.Event()
+        claim, asked = a.state.store.leases.claim, asyncio.Event()
+
+        async def late(*given: Any) -> Any:
+            asked.set()
+            await goes_on.wait()
+            return await claim(*given)
+
+        monkeypatch.setattr(a.state.store.leases, "claim", late)
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+        early = asyncio.create_task(here.post("create_model", body))
+        await asked.wait()
+        promised = (await there.post("create_model", body)).json()["request_id"]
+        assert (await here.post("retrieve_future", {"request_id": promised})).status_code == 408
+        goes_on.set()
+        assert (await early).status_code == 409
+        run = (await told(there, promised))["model_id"]
+        assert (await here.post("retrieve_future", {"request_id": promised})).status_code == 408
+        assert await log.read(run) is not None
+
+    tell(story, tmp_path, str(tmp_path / "common"))
+
+
 def test_a_taking_over_ends_when_another_server_takes_the_run_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,7 +164,7 @@ def counted() -> list[Count]:
         # embeddings and forms of answers, 1,560 the page, 2,600 what operators expect, 3,450 replicas, 3,900
         # a cluster's workers and policies, 780 drafts and channels, 1,100 GGUF, graders and accuracies.
         Count("lines of the rooms that a step runs through", lines(*STEP_ROOMS), 41_556, 28_000),
-        Count("lines of the package", lines(), 135_392, 82_000),
+        Count("lines of the package", lines(), 135_394, 82_000),
         Count("most collaborators of a constructor", max(widest.values()), 7, 7),
         Count("constructors with more than seven", sum(n > 7 for n in widest.values()), 0, 0),
         Count("classes whose methods have nothing in common", in_parts, 8, 0),

@@ -67,6 +67,8 @@ class Runs:
                 raise elsewhere(id)
         elif id not in self._opening:
             await self._follow_left(tenant, id)
+        elif self._sessions.futures.find(tenant.id, f"{id}:0") is None:
+            raise elsewhere(id)  # asked for here too, and promised by another server, if at all
 
     async def _follow_left(self, tenant: Tenant, id: str) -> None:
         """As `check_here`, for a run that is not open here."""
