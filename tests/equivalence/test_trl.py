@@ -178,9 +178,10 @@ def kto() -> Case:
 
 @pytest.mark.parametrize("make", [dpo, orpo, kto])
 def test_jobs_on_answers_are_trl_s(make: Callable[[], Case]) -> None:
-    """ORPO's odds are in float32 in TRL."""
+    """ORPO's odds are in float32 in TRL. Adam divides gradients by their size, so weights whose gradients are
+    nearly zero differ by more than rounding: by 1.4e-10 in one of some hundred draws."""
     objective, data, loss_of = make()
-    close = {"rtol": 1e-4, "atol": 1e-6} if isinstance(objective, ORPO) else {"rtol": 1e-8, "atol": 1e-10}
+    close = {"rtol": 1e-4, "atol": 1e-6} if isinstance(objective, ORPO) else {"rtol": 1e-8, "atol": 1e-9}
     engine = engine_of()
     config = TrainingConfig(batch_size=2, epochs=2, seed=3, rows=40, **PLAIN)
     given = started(engine)
