@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from coserve.kernels import recurrent as plain
-from coserve.kernels.native import ops, recurrent
+from coserve.kernels.native import recurrent
 from coserve.kernels.recurrent import StatePlaces
 from coserve.kernels.triton import is_installed
 
@@ -46,6 +46,12 @@ def _row_kernels(like: Tensor) -> ModuleType:
     """The kernels of a device for one row of each sequence, by the plain twins' names."""
     is_on_gpu = like.is_cuda and is_installed()
     return import_module("coserve.kernels.triton.recurrent") if is_on_gpu else recurrent
+
+
+def has_row_kernels(x: Tensor) -> bool:
+    """Tells whether a device has kernels for one row of each sequence, of this type, without a graph."""
+    found: bool = _row_kernels(x).takes(x)
+    return found
 
 
 def _convolve(
@@ -285,8 +291,7 @@ def updates_places(
     if not isinstance(own, FunctionType) or "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
         return False
     like = next(module.parameters())
-    has_kernels = ops.takes(like) or (like.is_cuda and is_installed())
-    if not has_kernels or like.dtype not in _NEAR or (copied := _with_updates(own)) is None:
+    if not has_row_kernels(like) or like.dtype not in _NEAR or (copied := _with_updates(own)) is None:
         return False
     both = {key: torch.cat((state, -0.5 * state)) for key, state in states.items()}
     wanted, after = run({key: state.clone() for key, state in both.items()})

@@ -26,12 +26,11 @@ from transformers.pytorch_utils import Conv1D
 from coserve.attention.states import States, StateShape
 from coserve.core.sequence import Direction
 from coserve.kernels.attention import AttentionSpec
-from coserve.kernels.native import ops
 from coserve.kernels.recurrent import StatePlaces
 from coserve.memory.fake_tensors import is_fake
 from coserve.model.base import Base
 from coserve.model.linear import FrozenLinear, frozen
-from coserve.model.native_mixer import asked, updates_places
+from coserve.model.native_mixer import asked, has_row_kernels, updates_places
 from coserve.model.placement import Placement
 from coserve.model.refusal import unsupported
 
@@ -230,7 +229,7 @@ class MixerRun:
 
     def update(self, rows: slice, states: Sequence[StatePlaces]) -> Tensor | None:
         """See `Core`."""
-        if not self._mixer.anatomy.in_place or not ops.takes(self._hidden):
+        if not (self._mixer.anatomy.in_place and has_row_kernels(self._hidden)):
             return None
         count = rows.stop - rows.start
         x, given = _of(self._hidden, rows, count), {p: _of(y, rows, count) for p, y in self._given.items()}

@@ -2,19 +2,21 @@
 type. An argument names the one of `PARTS` to run; without one all run."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from coserve import Engine, EngineConfig, SamplingParams
 from coserve.kernels import recurrent as plain
 from coserve.kernels import reference
 from coserve.kernels.attention import AttentionSpec, causal_mask
 from coserve.kernels.lora.backend import LoraWeights, TrainingLoraBackend
 from coserve.kernels.lora.layout import Layout
 from coserve.kernels.lora.slots import GatheredSlots, PlainSlots, SlotTables
+from coserve.kernels.native.build import torch_only
 from coserve.kernels.recurrent import StatePlaces
 from coserve.kernels.row_tiles import RowTiles, list_tiles, most_tiles
 from coserve.kernels.triton import blocksparse, elementwise, recurrent, segmented
@@ -25,13 +27,13 @@ from coserve.kernels.triton.rotary_pages import rotate_into_pages
 from coserve.kernels.triton.slots import TritonSlots
 from coserve.kernels.triton.tiles import Tiles
 from coserve.model import native_mixer
-from coserve.model.load import load_base
 from recurrent import build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 wrongly, without a word.
 TYPES = {torch.float32: 2e-6, torch.float16: 2e-3} | ({torch.bfloat16: 1.6e-2} if DEVICE == "cuda" else {})
 INSIDE, OUTSIDE = 70, 130
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 SINKS = torch.linspace(-1, 1, 6)
 SPECS = (
     AttentionSpec(0.2),
@@ -373,22 +375,33 @@ def _updates(
 
 
 def _mixers() -> None:
-    """Models' own mixers update their states by the kernels: the experiment of a load says so."""
+    """Models with recurrent layers answer as without kernels, and each decoded row goes by these: as on a
+    device where the C kernels of a CPU read nothing."""
     names = "conv_update", "delta_update", "selective_update"
     spies = {name: mock.Mock(wraps=getattr(recurrent, name)) for name in names}
-    with (
-        mock.patch.object(native_mixer, "_row_kernels", lambda like: recurrent),
-        mock.patch.object(recurrent, "_read", lambda *tensors: True),
-        mock.patch.multiple(recurrent, **spies),
-    ):
-        for model in ("qwen3_next", "granitemoehybrid", "mamba", "lfm2"):
-            base = load_base(build(model).to(DEVICE))
-            assert all(mixer.anatomy.in_place for mixer in base.mixers if mixer is not None), model
-            called = [name for name in names if spies[name].called]
-            wanted = {"qwen3_next": ["conv_update", "delta_update"], "lfm2": ["conv_update"]}
-            assert called == wanted.get(model, ["conv_update", "selective_update"]), (model, called)
-            for spy in spies.values():
-                spy.reset_mock()
+    wanted = {"qwen3_next": ["conv_update", "delta_update"], "lfm2": ["conv_update"]}
+    for model in ("qwen3_next", "granitemoehybrid", "mamba", "lfm2"):
+        with torch_only():
+            plain_tokens = _decoded(model)
+            with (
+                mock.patch.object(native_mixer, "_row_kernels", lambda like: recurrent),
+                mock.patch.object(recurrent, "takes", lambda *tensors: not torch.is_grad_enabled()),
+                mock.patch.multiple(recurrent, **spies),
+            ):
+                tokens = _decoded(model, spies.values())
+        called = [name for name in names if spies[name].called]
+        assert called == wanted.get(model, ["conv_update", "selective_update"]), (model, called)
+        assert tokens == plain_tokens, model
+
+
+def _decoded(model: str, spies: Iterable[mock.Mock] = ()) -> list[list[int]]:
+    """Greedy answers to two prompts; calls of the load are forgotten by `spies`."""
+    config = EngineConfig(calibrate=False, cache_tokens=64, page_size=8)
+    engine = Engine(build(model).to(DEVICE), config)
+    for spy in spies:
+        spy.reset_mock()
+    answers = [engine.generate(prompt, sampling=GREEDY) for prompt in ([5, 9, 2], [7, 3, 8, 4, 6])]
+    return [answer.result().tokens for answer in answers]
 
 
 PARTS: Mapping[str, Callable[[], None]] = {

@@ -11,6 +11,7 @@ from coserve.kernels.native import ops
 from coserve.kernels.native.build import NUMBERS, kernels
 from coserve.kernels.recurrent import StatePlaces
 
+takes = ops.takes
 _MOST: Final = 1024  # keys, values and states of a head; as in recurrent.c
 _WIDEST: Final = 8  # columns of a convolution of several rows; as in conv_rows.c
 _LANES: Final = 16  # multiples of values that have gradients: a register of AVX-512, or two of AVX2

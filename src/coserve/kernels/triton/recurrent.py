@@ -1,8 +1,8 @@
 """Recurrent layers on a GPU: state updates for one row of each of some sequences, in one launch each. The
 plain twins are in `kernels/recurrent.py`.
 
-A state of 32 heads of 128 keys and 128 values is 2 MB. It is read once and written once, where copies of all
-states, as the plain twin and a mixer's own functions make them, take eight passes over it.
+A state of 32 heads of 128 keys and 128 values is 2 MB. It is read once and written once, where a mixer's own
+functions, between a copy from its place and one back, read or write all of it about a dozen times.
 """
 
 from typing import Final
@@ -20,10 +20,15 @@ _MOST: Final = 1024  # keys of a head, or states of a channel
 _WIDEST: Final = 16  # columns of a convolution
 
 
+def takes(*tensors: Tensor) -> bool:
+    """Tells whether kernels read these tensors, which need no graph."""
+    return not torch.is_grad_enabled() and all(x.is_cuda and x.is_floating_point() for x in tensors)
+
+
 def takes_conv(x: Tensor, weight: Tensor, bias: Tensor | None, places: StatePlaces) -> bool:
     """Tells whether `conv_update` reads these, arguments as there."""
     return (
-        _read(x, weight, places.held, *([] if bias is None else [bias]))
+        takes(x, weight, places.held, *([] if bias is None else [bias]))
         and places.held.shape[1:] == weight.shape
         and weight.shape[1] <= _WIDEST
     )
@@ -47,7 +52,7 @@ def takes_delta(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, places: StatePlaces
 ) -> bool:
     """Tells whether `delta_update` reads these, arguments as there."""
-    return _read(q, k, v, log_decay, beta, places.held) and k.shape[-1] <= _MOST
+    return takes(q, k, v, log_decay, beta, places.held) and k.shape[-1] <= _MOST
 
 
 def delta_update(
@@ -70,7 +75,7 @@ def takes_selective(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, z: Tensor | None, places: StatePlaces
 ) -> bool:
     """Tells whether `selective_update` reads these, arguments as there."""
-    return _read(x, dt, a, b, c, places.held, *([] if z is None else [z])) and b.shape[-1] <= _MOST
+    return takes(x, dt, a, b, c, places.held, *([] if z is None else [z])) and b.shape[-1] <= _MOST
 
 
 def selective_update(
@@ -96,12 +101,6 @@ def selective_update(
             VALUES=min(_VALUES, int(triton.next_power_of_2(width))),
         )  # fmt: skip
     return y
-
-
-def _read(*tensors: Tensor) -> bool:
-    """Tells whether kernels read these tensors, none of which wants a gradient."""
-    is_wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return not is_wanted and all(x.is_cuda and x.is_floating_point() for x in tensors)
 
 
 @triton.jit
