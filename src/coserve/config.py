@@ -349,9 +349,14 @@ class EngineConfig:
 
     @property
     def cluster_pages(self) -> int | None:
-        """Pages that each worker of a cluster has of a block, and a sequence at most; None for all."""
+        """Pages that each worker of a cluster has of a block, where these are fewer than in the cache."""
         pages = -(-self.cluster_cache_tokens // self.page_size)
         return pages if self.cluster and 0 < pages < self.pages else None
+
+    @property
+    def sequence_pages(self) -> int:
+        """Pages of one sequence, at most."""
+        return self.cluster_pages or self.pages
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,17 @@ def test_texts_have_special_tokens_and_what_stopped_them_on_request(play: Play) 
             sent = (await world.http.post("/v1/completions", json={**body, **fields, "stream": True})).text
             chunks = [json.loads(line[6:]) for line in sent.split("\n\n")[:-2]]
             assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted, fields
+        prompt = [special_token, *one]
+        echoed = {**body, **special, "prompt": prompt, "echo": True}
+        (choice,) = (await world.http.post("/v1/completions", json=echoed)).json()["choices"]
+        assert choice["text"] == text.decode(prompt, special=True) + spelled
+        (ending,) = world.engine.eos
+        tokens.append(ending)  # the engine ends the answer with it
+        told = {**special, "include_stop_str_in_output": True}
+        for fields, wanted in (({}, plain), (special, spelled), (told, spelled + text.special[ending])):
+            asked = {**body, **fields, "max_tokens": len(tokens) + 1}
+            (choice,) = (await world.http.post("/v1/completions", json=asked)).json()["choices"]
+            assert (choice["text"], choice["finish_reason"]) == (wanted, "stop")
         messages = [{"role": "user", "content": "x"}]
         chat = {"model": "tiny", "messages": messages, "max_tokens": len(tokens), **special, **stopped}
         reply = await world.http.post("/v1/chat/completions", json=chat)

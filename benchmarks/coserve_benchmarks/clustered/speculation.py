@@ -50,8 +50,8 @@ def _row(bench: Bench, key: str, model: Path, layers: range, case: str) -> None:
         with engine_on(workers, model, cluster_speculation=1.0, **settings) as (engine, front):
             engine.adapters.load("pruned", surrogate)
             _gaps(engine, bench, False)
-            block = min(next(iter(one.seconds.values())) for one in front.fleet.instances() if one.seconds)
-            _pace(workers, 4 * bench.shape.hidden / block)
+            block = min(min(one.seconds.values()) for one in front.fleet.instances() if one.seconds)
+            _pace(workers, front.settings.row_nbytes / block)
             for number in range(rounds + 1):
                 alone, exact = _gaps(engine, bench, False)
                 ahead, _ = _gaps(engine, bench, True)

@@ -4,8 +4,8 @@ Before a block that is slow computes rows, its surrogate predicts the output. Th
 next block's worker, which computes with it and holds the result, while the block itself computes: then the
 next worker is told that the prediction was right, or is sent the block's own output, with which it computes
 again, at the same positions of the same pages, so that nothing of a wrong prediction is left. A surrogate
-beside its block would take the block's processor and memory from it: on two cores a third of the predictions
-came behind the block, and tokens took 1.02 times as long as without, 0.97 in turn.
+beside its block would take processor and memory from it: on two cores a block of 4.4 ms took 6.4 to 7.1, and
+one prediction in ten came behind it.
 """
 
 import logging

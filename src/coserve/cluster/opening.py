@@ -44,7 +44,7 @@ def open_cluster(model: Model, config: EngineConfig, read_tokenizer: ReadTokeniz
         first=0,
         last=base.depth,
         dtype=str(base.dtype).removeprefix("torch."),
-        pages=config.cluster_pages or config.pages,
+        pages=config.sequence_pages,
         page_size=config.page_size,
         sequences=config.max_running,
         spare=int(config.cluster_speculation > 0),

@@ -354,7 +354,7 @@ def _hello(start: EngineStart, engine: Engine, seconds: float) -> Hello:
         positions=base.max_positions,
         vocabulary=base.vocabulary,
         width=base.hidden_size,
-        cache_tokens=(config.cluster_pages or config.pages) * config.page_size,
+        cache_tokens=config.sequence_pages * config.page_size,
         max_running=config.max_running,
         deterministic=config.deterministic,
         load_seconds=seconds,

@@ -34,8 +34,7 @@ def check_lengths(engine: Engine, examples: Sequence[Example], virtual: int, ans
     together with `answer` tokens of an answer."""
     size = engine.config.page_size
     template = virtual % size > 0  # an adapter's page that sequences copy
-    pages = engine.config.cluster_pages or engine.config.pages
-    most = min(engine.base.max_positions, (pages - template) * size) - virtual - answer
+    most = min(engine.base.max_positions, (engine.config.sequence_pages - template) * size) - virtual - answer
     for number, example in enumerate(examples, 1):
         if len(example) > most:
             raise ValidationDataError(

@@ -203,7 +203,8 @@ class RequestBuilder:
             )
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
         if self.form.has_special:
-            markup = replace(markup, kept={**self.state.text.special, **markup.kept})
+            special = self.state.text.special
+            markup = replace(markup, kept={**special, **markup.kept} if markup.kept else special)
         # A missing seed is drawn, so that another engine can continue the answer.
         seed = secrets.randbelow(SEEDS) if sampling.seed is None else sampling.seed % SEEDS
         asked = Request(
